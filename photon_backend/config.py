@@ -1,0 +1,59 @@
+"""Settings of a server or an in-process engine, read once from the environment (`PHOTON_*`).
+
+The launcher sets the variables; front ends and the engine process inherit them. Nothing else reads the environment.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+TINY_CHECKPOINT = Path(__file__).parent / "tiny" / "checkpoint"
+
+
+class Settings(msgspec.Struct, frozen=True):
+    checkpoint: str = str(TINY_CHECKPOINT)  # directory with config.json, model.safetensors, tokenizer.json
+    device: str = "cpu"  # cpu | cuda | cuda:N
+    dtype: str = "float32"  # float32 | bfloat16
+    threads: int = 0  # torch threads of the engine process on a CPU; 0: torch's default
+    run_dir: str = ""  # private directory (0700) of the sockets; the launcher makes it
+    engine_python: str = ""  # interpreter of the engine process; empty: the stub's own
+    engines: int = 1  # engine processes, one socket each
+
+    overlap: bool = True  # False: commit right after finalize, the blocking mode
+    debug: bool = False  # poison relay cells and freed pages, assert on every read
+    rows: int = 32  # sequences that run at once
+    page_size: int = 16  # positions in a KV page
+    pages: int = 0  # KV pages; 0: enough for `rows` sequences of full context on a CPU, or by kv_fraction on a GPU
+    kv_fraction: float = 0.8  # of the GPU's memory for weights and KV together
+    max_waiting: int = 256  # requests in the engine that have no row yet; more are refused
+    prefill_tokens: int = 4096  # packed tokens of one prefill step, unless a single request needs more
+    prefill_crops: int = 32  # crops of one prefill step, likewise
+    beat_ms: float = 200.0  # heartbeat period
+
+    max_image_bytes: int = 20 * 1024 * 1024  # encoded
+    max_image_pixels: int = 50_000_000  # read from the header, before decoding
+    max_open_requests: int = 256  # of one front end; more are refused
+    decode_threads: int = 2  # threads of a front end that decode pictures
+
+
+def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+    """Settings from `PHOTON_<FIELD>` variables. Raises ValueError naming the variable that does not fit."""
+    values: dict[str, object] = {}
+    for field in msgspec.structs.fields(Settings):
+        name = f"PHOTON_{field.name.upper()}"
+        text = environ.get(name)
+        if text is None:
+            continue
+        try:
+            values[field.name] = msgspec.convert(_boolean(text) if field.type is bool else text, field.type, strict=False)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{name}={text!r}: {error}") from error
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+def _boolean(text: str) -> object:
+    return {"1": True, "true": True, "0": False, "false": False}.get(text.lower(), text)

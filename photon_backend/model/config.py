@@ -1,0 +1,134 @@
+"""Sizes and token ids of a checkpoint, read from its `config.json`. Nothing here is assumed by other code.
+
+The keys are those of the public reference (`vikhyat/moondream`). Two of its habits are not copied: the grid side is
+crop_size / enc_patch_size here, not `enc_n_layers`, and the bin counts come from `coord_out_dim` and `size_out_dim`.
+
+Shape letters, the same in every module:
+
+    B  rows of a batch            T  packed tokens of a step        V  vocabulary
+    D  text width                 H  query heads                    K  key/value heads
+    E  head width                 L  layers                         C  crops
+    N  patches of a crop, also the embeddings of a picture          G  grid side, N = G * G
+    W  vision width               P  pages of the pool              S  positions in a page
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    dim: int = 2048
+    ff_dim: int = 8192
+    n_layers: int = 24
+    vocab_size: int = 51200
+    max_context: int = 2048
+    n_heads: int = 32
+    n_kv_heads: int = 32
+    rope_theta: float = 10000.0
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.n_heads
+
+    @property
+    def rot_dim(self) -> int:
+        """Dimensions of a head that rope rotates: the first half."""
+        return self.head_dim // 2
+
+
+class VisionConfig(msgspec.Struct, frozen=True):
+    enc_dim: int = 1152
+    enc_patch_size: int = 14
+    enc_n_layers: int = 27
+    enc_ff_dim: int = 4304
+    enc_n_heads: int = 16
+    proj_out_dim: int = 2048
+    crop_size: int = 378
+    in_channels: int = 3
+    max_crops: int = 12  # tiles at most; the global crop comes on top
+    overlap_margin: int = 4  # patches
+    proj_inner_dim: int = 8192
+
+    @property
+    def grid(self) -> int:
+        """Patches along one side of a crop (G)."""
+        return self.crop_size // self.enc_patch_size
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of a crop, and embeddings of a picture (N)."""
+        return self.grid * self.grid
+
+
+class RegionConfig(msgspec.Struct, frozen=True):
+    dim: int = 2048
+    coord_feat_dim: int = 256
+    coord_out_dim: int = 1024  # bins of a coordinate
+    size_feat_dim: int = 512
+    size_out_dim: int = 2048  # bins of width, then bins of height
+    inner_dim: int = 8192
+
+    @property
+    def size_bins(self) -> int:
+        return self.size_out_dim // 2
+
+
+class SpanTemplate(msgspec.Struct, frozen=True):
+    prefix: list[int]
+    suffix: list[int]
+
+
+class CaptionTemplate(msgspec.Struct, frozen=True):
+    short: list[int]
+    normal: list[int]
+    long: list[int]
+
+
+class Templates(msgspec.Struct, frozen=True):
+    """None: the checkpoint does not know that task."""
+
+    caption: CaptionTemplate | None = CaptionTemplate(
+        [1, 32708, 2, 12492, 3], [1, 32708, 2, 6382, 3], [1, 32708, 2, 4059, 3]
+    )
+    query: SpanTemplate | None = SpanTemplate([1, 15381, 2], [3])
+    detect: SpanTemplate | None = SpanTemplate([1, 7235, 476, 2], [3])
+    point: SpanTemplate | None = SpanTemplate([1, 2581, 2], [3])
+
+
+class TokenizerConfig(msgspec.Struct, frozen=True):
+    bos_id: int = 0
+    eos_id: int = 0
+    answer_id: int = 3
+    thinking_id: int = 4
+    coord_id: int = 5
+    size_id: int = 6
+    start_ground_points_id: int = 7
+    end_ground_id: int = 9
+    templates: Templates = Templates()
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    text: TextConfig = TextConfig()
+    vision: VisionConfig = VisionConfig()
+    region: RegionConfig = RegionConfig()
+    tokenizer: TokenizerConfig = TokenizerConfig()
+
+    @property
+    def prefix_len(self) -> int:
+        """Positions of an image prefix: BOS and one embedding per patch."""
+        return 1 + self.vision.num_patches
+
+
+def load_config(checkpoint: Path) -> ModelConfig:
+    """Reads `config.json` of a checkpoint directory.
+
+    Raises FileNotFoundError, or ValueError with the offending key when it is not a configuration of this family.
+    """
+    path = Path(checkpoint) / "config.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"{path}: {error}") from error

@@ -1,0 +1,168 @@
+"""What crosses the boundary between a front end and the engine.
+
+Every message is a msgspec struct with a tag, so one decoder per direction reads them all and refuses anything else.
+A ZeroMQ message is one frame that holds a msgpack list of structs; a `Picture` is alone in its list and brings its
+pixels as a second, raw frame.
+
+Order for one request:
+
+    front end                      engine
+    Submit (digest only)     ->
+                             <-    NeedPicture            only when the prefix of that digest is not cached
+    Picture + pixels         ->
+                             <-    Tokens ... Tokens
+                             <-    Done | Failed          exactly one of them, once, whatever happens
+    Cancel (any time)        ->                           a normal end: answered with Done(reason="cancelled")
+
+`request_id` is chosen by the front end and unique within that front end's connection.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Task = Literal["query", "caption", "detect", "point"]
+FinishReason = Literal["stop", "length", "cancelled", "deadline"]
+ErrorCode = Literal["INVALID_ARG", "UNAVAILABLE", "INTERNAL"]
+
+TASKS: tuple[Task, ...] = ("query", "caption", "detect", "point")
+
+
+class PhotonError(Exception):
+    """An error with a code that a client may rely on. `str()` gives `[CODE] sentence`."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(f"[{code}] {message}")
+        self.code: ErrorCode = code
+        self.message = message
+
+
+class Sampling(msgspec.Struct, frozen=True):
+    """How text tokens are drawn. Spatial values are always greedy."""
+
+    temperature: float = 0.5  # 0 is greedy
+    top_p: float = 0.3  # keep the smallest set of tokens whose probability passes this; 1 keeps all
+    top_k: int = 0  # keep the k likeliest tokens; 0 keeps all
+    max_tokens: int = 768  # of the answer; reasoning has the same allowance of its own, as in the reference
+    seed: int = 0  # 0 .. 2**63-1; the front end draws one when the user gives none
+
+
+class Submit(msgspec.Struct, tag="submit"):
+    request_id: str
+    task: Task
+    prompt_ids: list[int]  # what follows BOS + image; starts with BOS when there is no picture
+    digest: bytes | None = None  # 16 bytes, of the encoded picture and the preprocessing version; None: no picture
+    coords: list[float] = []  # values of the coord ids in prompt_ids, in order, 0..1
+    sizes: list[tuple[float, float]] = []  # (width, height) of the size ids in prompt_ids, in order, 0..1
+    reasoning: bool = False
+    max_objects: int = 50  # detect and point
+    max_time_ms: float = 0.0  # from the arrival at the engine; 0: no deadline
+    sampling: Sampling = Sampling()
+
+
+class Picture(msgspec.Struct, tag="picture"):
+    """The crops of a picture; pixels follow as one raw frame: uint8 [num_crops, crop_size, crop_size, 3], RGB."""
+
+    request_id: str
+    tiling: tuple[int, int]  # (rows, columns) of tiles; num_crops = 1 + rows * columns
+
+
+class Cancel(msgspec.Struct, tag="cancel"):
+    request_id: str
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """First message of a front end. Answered with a Beat."""
+
+
+class NeedPicture(msgspec.Struct, tag="need_picture"):
+    request_id: str
+
+
+class Tokens(msgspec.Struct, tag="tokens"):
+    """New tokens of one request. The terminating eos is not among them.
+
+    A coord id brings one value (0..1), a size id two (width, height, 0..1), an ordinary id none.
+    """
+
+    request_id: str
+    ids: list[int]
+    values: list[float] = []
+
+
+class Usage(msgspec.Struct):
+    input_tokens: int = 0  # image prefix and prompt
+    cached_tokens: int = 0  # of the input, taken from the prefix cache
+    output_tokens: int = 0
+    queue_ms: float = 0.0  # from Submit at the engine to the launch of the prefill, waiting for the picture included
+    ttft_ms: float = 0.0  # from Submit at the engine to the commit of the first token
+    decode_ms: float = 0.0  # from the first token to the last
+
+
+class Done(msgspec.Struct, tag="done"):
+    request_id: str
+    reason: FinishReason
+    usage: Usage
+
+
+class Failed(msgspec.Struct, tag="failed"):
+    request_id: str
+    code: ErrorCode
+    message: str
+
+
+class Status(msgspec.Struct):
+    """Counters since the engine's start, and gauges. submitted = done + failed + cancelled + open requests."""
+
+    model: str = ""
+    device: str = ""
+    overlap: bool = True
+    rows: int = 0
+    rows_in_use: int = 0
+    pages: int = 0
+    pages_in_use: int = 0
+    waiting: int = 0
+    running: int = 0
+    zombies: int = 0
+    submitted: int = 0
+    done: int = 0
+    failed: int = 0
+    cancelled: int = 0
+    tokens: int = 0
+    steps: int = 0
+    steps_overlapped: int = 0  # steps launched while another one was uncommitted
+    prefix_entries: int = 0
+    prefix_hits: int = 0
+    prefix_misses: int = 0
+    host_ms: float = 0.0  # host time of all ticks, waiting excluded
+    ticks: int = 0
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """Heartbeat of the engine to each front end and to its supervisor, every `beat_ms`."""
+
+    status: Status
+
+
+ToEngine = Submit | Picture | Cancel | Hello
+FromEngine = NeedPicture | Tokens | Done | Failed | Beat
+
+_encoder = msgspec.msgpack.Encoder()
+_to_engine = msgspec.msgpack.Decoder(list[ToEngine])
+_from_engine = msgspec.msgpack.Decoder(list[FromEngine])
+
+
+def encode(messages: list[ToEngine] | list[FromEngine]) -> bytes:
+    return _encoder.encode(messages)
+
+
+def decode_to_engine(frame: bytes) -> list[ToEngine]:
+    """Raises msgspec.MsgspecError when the frame is not a list of known messages."""
+    return _to_engine.decode(frame)
+
+
+def decode_from_engine(frame: bytes) -> list[FromEngine]:
+    """Raises msgspec.MsgspecError when the frame is not a list of known messages."""
+    return _from_engine.decode(frame)
