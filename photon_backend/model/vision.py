@@ -67,7 +67,7 @@ class Vision(nn.Module):
         return self.post_ln(x)
 
     def patches(self, crops: Tensor) -> Tensor:
-        """crops: uint8 [C, side, side, 3] -> [C, N, channels * patch * patch] in -1..1, (channel, row, column) order."""
+        """crops: uint8 [C, side, side, 3] -> [C, N, channels * patch**2], -1..1, ordered (channel, row, column)."""
         pixels = crops.to(self.patch_emb.weight.dtype).div_(255.0).sub_(0.5).div_(0.5)
         grid, patch = self.config.grid, self.config.enc_patch_size
         split = pixels.reshape(-1, grid, patch, grid, patch, self.config.in_channels)
