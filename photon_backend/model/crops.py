@@ -57,9 +57,8 @@ def select_tiling(height: int, width: int, config: VisionConfig) -> tuple[int, i
         ratio = math.sqrt(config.max_crops / (least_rows * least_columns))
         rows = max(1, math.floor(least_rows * ratio))
         columns = max(1, math.floor(least_columns * ratio))
-        return min(rows, config.max_crops), min(
-            columns, config.max_crops
-        )  # too many only beside a single row or column
+        # Their product fits unless one side was raised to 1: a long strip, cut here.
+        return min(rows, config.max_crops), min(columns, config.max_crops)
     rows = max(math.floor(math.sqrt(config.max_crops * height / width)), least_rows)
     columns = max(math.floor(math.sqrt(config.max_crops * width / height)), least_columns)
     if rows * columns > config.max_crops:
