@@ -1,0 +1,81 @@
+"""Boxes and points drawn on a picture, for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from PIL import Image, ImageDraw, ImageFont
+
+from photon_client.images import ImageLike, displayed_image
+
+# Told apart by most colour-blind viewers too (Okabe and Ito), the darkest ones first.
+COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+MIN_SIDE = 480  # px; a smaller picture is enlarged by a whole factor, or its labels could not be read
+
+Objects = Sequence[Mapping[str, float]]
+
+
+def annotate(image: ImageLike, objects: Objects = (), points: Objects = (), label: str = "") -> Image.Image:
+    """A copy of the displayed picture (RGB, upright) with boxes and points on it, each with its label.
+
+    `objects` are dicts with x_min, y_min, x_max, y_max, `points` dicts with x, y, all in 0..1 of the displayed picture.
+    With more than one thing to show, labels are numbered from 1. A picture whose longer side is below 480 px is
+    enlarged by a whole factor without smoothing.
+    """
+    picture = displayed_image(image)
+    factor = -(-MIN_SIDE // max(picture.size)) if max(picture.size) < MIN_SIDE else 1
+    picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    pen = _Pen(picture)
+    numbered = len(objects) + len(points) > 1
+    for number, box in enumerate(objects):
+        pen.box(box, COLOURS[number % len(COLOURS)])
+    for number, point in enumerate(points):
+        pen.point(point, COLOURS[number % len(COLOURS)])
+    # Labels last, so that no line crosses one.
+    anchors = [(box["x_min"], box["y_min"]) for box in objects] + [(point["x"], point["y"]) for point in points]
+    for number, anchor in enumerate(anchors):
+        colour = COLOURS[(number if number < len(objects) else number - len(objects)) % len(COLOURS)]
+        text = f"{label} {number + 1}".strip() if numbered else label
+        pen.label(anchor, " ".join(text.split()), colour)
+    return picture
+
+
+class _Pen:
+    """Draws on one picture, with sizes that fit it."""
+
+    def __init__(self, picture: Image.Image) -> None:
+        self.size = picture.size
+        self.draw = ImageDraw.Draw(picture)
+        side = max(picture.size)
+        self.line = max(2, round(side / 250))
+        self.font = ImageFont.load_default(max(13, round(side / 45)))
+
+    def pixel(self, x: float, y: float) -> tuple[float, float]:
+        width, height = self.size
+        return min(max(x, 0.0), 1.0) * (width - 1), min(max(y, 0.0), 1.0) * (height - 1)
+
+    def box(self, box: Mapping[str, float], colour: str) -> None:
+        corners = [self.pixel(box["x_min"], box["y_min"]), self.pixel(box["x_max"], box["y_max"])]
+        self.draw.rectangle(corners, outline="white", width=self.line + 2)
+        self.draw.rectangle(corners, outline=colour, width=self.line)
+
+    def point(self, point: Mapping[str, float], colour: str) -> None:
+        centre, radius = self.pixel(point["x"], point["y"]), self.line * 2.5
+        self.draw.circle(centre, radius, fill=colour, outline="white", width=max(1, self.line // 2))
+
+    def label(self, anchor: tuple[float, float], text: str, colour: str) -> None:
+        """Text on a filled box, above the anchor where there is room, else below it; never outside the picture."""
+        if not text:
+            return
+        x, y = self.pixel(*anchor)
+        left, top, right, bottom = self.draw.textbbox((0, 0), text, font=self.font)
+        width, height, gap = right - left + 6, bottom - top + 6, self.line * 3
+        x = max(0.0, min(x, self.size[0] - width))
+        y = y - height - gap if y >= height + gap else min(y + gap, self.size[1] - height)
+        self.draw.rectangle([x, y, x + width, y + height], fill=colour)
+        self.draw.text((x + 3 - left, y + 3 - top), text, font=self.font, fill=_ink(colour))
+
+
+def _ink(colour: str) -> str:
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else "white"
