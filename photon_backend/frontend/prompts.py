@@ -35,9 +35,9 @@ def build_prompt(request: Request, config: ModelConfig, tokenizer: TextTokenizer
     prefix_len = config.prefix_len if request.image is not None else 0
     room = config.text.max_context - prefix_len - 1  # the answer needs one
     if len(ids) > room:
-        beside = " beside the image" if request.image is not None else ""
+        where = "room beside the image" if prefix_len else "room"
         raise invalid(
-            f"text_input is too long: the prompt takes {len(ids)} tokens, the context has room for {max(0, room)}{beside}"
+            f"text_input is too long: the prompt takes {len(ids)} tokens, there is {where} for {max(0, room)}"
         )
     return Prompt(ids, coords, sizes)
 
