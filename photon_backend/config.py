@@ -22,6 +22,7 @@ class Settings(msgspec.Struct, frozen=True):
     run_dir: str = ""  # private directory (0700) of the sockets; the launcher makes it
     engine_python: str = ""  # interpreter of the engine process; empty: the stub's own
     engines: int = 1  # engine processes, one socket each
+    log_level: str = "warning"  # error | warning | info | verbose
 
     overlap: bool = True  # False: commit right after finalize, the blocking mode
     debug: bool = False  # poison relay cells and freed pages, assert on every read
@@ -30,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True):
     pages: int = 0  # KV pages; 0: enough for `rows` sequences of full context on a CPU, or by kv_fraction on a GPU
     kv_fraction: float = 0.8  # of the GPU's memory for weights and KV together
     max_waiting: int = 256  # requests in the engine that have no row yet; more are refused
+    prefix_cache: bool = True  # keep image prefixes for later requests with the same picture
     prefill_tokens: int = 4096  # packed tokens of one prefill step, unless a single request needs more
     prefill_crops: int = 32  # crops of one prefill step, likewise
     beat_ms: float = 200.0  # heartbeat period
@@ -49,7 +51,9 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         if text is None:
             continue
         try:
-            values[field.name] = msgspec.convert(_boolean(text) if field.type is bool else text, field.type, strict=False)
+            values[field.name] = msgspec.convert(
+                _boolean(text) if field.type is bool else text, field.type, strict=False
+            )
         except msgspec.ValidationError as error:
             raise ValueError(f"{name}={text!r}: {error}") from error
     return Settings(**values)  # type: ignore[arg-type]

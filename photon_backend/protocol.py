@@ -19,6 +19,7 @@ Order for one request:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -154,7 +155,7 @@ _to_engine = msgspec.msgpack.Decoder(list[ToEngine])
 _from_engine = msgspec.msgpack.Decoder(list[FromEngine])
 
 
-def encode(messages: list[ToEngine] | list[FromEngine]) -> bytes:
+def encode(messages: Sequence[ToEngine] | Sequence[FromEngine]) -> bytes:
     return _encoder.encode(messages)
 
 

@@ -1,0 +1,232 @@
+"""The engine: one thread that runs the tick, and a thread-safe door in front of it.
+
+    tick:  intake -> commit the oldest step when both slots are taken -> finalize -> launch
+
+In the steady state two steps are in flight when a tick starts: t, whose results have landed or are about to, and t+1,
+which the device runs while t is committed. Launch comes last, so t+2 queues right behind t+1. When there is nothing to
+launch, the oldest step is committed instead: the only time the loop waits with one step in flight. `overlap=False`
+commits every step at once; same code, same results, kept for ever as the thing to compare with.
+
+Invariants
+- P7: every request that `post` took is answered by exactly one Done or Failed.
+- A failure inside a step fails the requests of that step and nobody else. A failure of the tick itself, or of the
+  device, ends the engine: everything open is answered UNAVAILABLE and `failure` says why.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from photon_backend.config import Settings
+from photon_backend.engine.book import Book, MatcherFor
+from photon_backend.engine.pages import PagePool
+from photon_backend.engine.pipeline import Pipeline, Step
+from photon_backend.engine.prefix_cache import PrefixCache
+from photon_backend.engine.scheduler import Plan, Scheduler
+from photon_backend.engine.sequence import Sequence
+from photon_backend.engine.stepper import Stepper, default_num_pages
+from photon_backend.model.weights import load_model
+from photon_backend.protocol import FromEngine, Status, ToEngine
+
+log = logging.getLogger("photon.engine")
+
+
+class Engine:
+    def __init__(
+        self,
+        settings: Settings,
+        emit: Callable[[bytes, list[FromEngine]], None],
+        delay: Callable[[str], None] | None = None,
+        matcher_for: MatcherFor = lambda request: None,
+    ) -> None:
+        """Loads the checkpoint. `emit(client, messages)` is called on the engine thread and must not block.
+
+        Raises FileNotFoundError or ValueError when the checkpoint cannot be loaded. `delay` is for tests: it is called
+        before each closure of a host stream. `matcher_for` gives the host grammar of a request, if it has one.
+        """
+        self.settings = settings
+        device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
+        model = load_model(Path(settings.checkpoint), device, dtype)
+        pages = settings.pages or default_num_pages(model, settings)
+        self.config = model.config
+        self.pipeline = Pipeline()
+        self.pool = PagePool(pages)
+        self.cache = PrefixCache(self.pool)
+        self.scheduler = Scheduler(settings, self.pool, self.cache)
+        self.stepper = Stepper(model, settings, pages, delay)
+        self.book = Book(self.config, settings.max_waiting, self.scheduler, matcher_for, self._release)
+        self.failure: BaseException | None = None
+        self._emit = emit
+        self._wake = threading.Condition()
+        self._inbox: deque[tuple[bytes, ToEngine | None, np.ndarray | None]] = deque()
+        self._stopping = False
+        self._host_s = self._waited_s = 0.0
+        self._ticks = 0
+        self._status = self._snapshot()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # ---- any thread
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def post(self, client: bytes, message: ToEngine, pixels: np.ndarray | None = None) -> None:
+        """Hands a message over. `pixels` belongs to a Picture: uint8 [C, side, side, 3], not changed afterwards."""
+        self._put(client, message, pixels)
+
+    def drop_client(self, client: bytes) -> None:
+        """Cancels every request of a client that is gone; nothing more is emitted for it but their ends."""
+        self._put(client, None, None)
+
+    def status(self) -> Status:
+        """A snapshot that the engine thread took between two ticks, so its counters add up."""
+        return self._status
+
+    def stop(self) -> None:
+        """Ends the engine thread; everything open is answered UNAVAILABLE."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _put(self, client: bytes, message: ToEngine | None, pixels: np.ndarray | None) -> None:
+        with self._wake:
+            self._inbox.append((client, message, pixels))
+            self._wake.notify()
+
+    # ---- engine thread
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                if not self.tick():
+                    self._idle()
+        except BaseException as error:
+            log.exception("the engine stops")
+            self.failure = error
+        self._finish()
+
+    def tick(self) -> bool:
+        """One turn of the loop; False when there was nothing to do and nothing is in flight."""
+        started, waited = time.perf_counter(), self._waited_s
+        self._intake()
+        if self.pipeline.full:
+            self._commit()
+        self._finalize()
+        plan = self.scheduler.plan(self.pipeline.next_index)
+        if plan is not None:
+            self._launch(plan)
+        elif self.pipeline:
+            self._commit()
+        while self.pipeline and not self.settings.overlap:
+            self._commit()
+        self._flush()
+        busy = plan is not None or bool(self.pipeline)
+        if busy:
+            self._ticks += 1
+            self._host_s += time.perf_counter() - started - (self._waited_s - waited)
+        return busy
+
+    def _intake(self) -> None:
+        now = time.monotonic()
+        while self._inbox:
+            client, message, pixels = self._inbox.popleft()
+            self.book.take(client, message, pixels, now)
+        self.book.expire(now)
+
+    def _commit(self) -> None:
+        """Waits for the oldest step and applies its tokens."""
+        step = self.pipeline.commit_oldest()
+        started = time.perf_counter()
+        try:
+            ids, values = self.stepper.read(step)
+        except Exception as error:
+            if self._fatal(error):
+                raise
+            log.exception("step %d failed", step.index)
+            self.book.fail_step(step, time.monotonic())
+        else:
+            self._waited_s += time.perf_counter() - started
+            self.book.apply(step, ids, values, time.monotonic())
+        for sequence in self.pipeline.retire(step):
+            self._release(sequence)
+
+    def _finalize(self) -> None:
+        """Samples the steps whose host grammars had to wait for a commit."""
+        for step in self.pipeline.unsampled():
+            self._sample(step)
+
+    def _launch(self, plan: Plan) -> None:
+        step = self.pipeline.launch(plan.kind, plan.sequences)
+        step.entries = plan.entries
+        self.stepper.launch(step, plan)
+        self.book.launched(plan, time.monotonic())
+        # A matcher that has an uncommitted token before this step is behind: it is asked after that commit.
+        if not any(s.matcher is not None and s.inflight > 1 for s in step.sequences):
+            self._sample(step)
+
+    def _sample(self, step: Step) -> None:
+        masked = any(s.matcher is not None for s in step.sequences)
+        for sequence in self.stepper.fill_masks(step) if masked else []:
+            self.book.fail(sequence, "INTERNAL", "the grammar allows no further token", time.monotonic())
+        self.pipeline.sampled(step, self.stepper.sample(step, masked))
+
+    def _release(self, sequence: Sequence) -> None:
+        freed = self.scheduler.release(sequence)
+        if self.settings.debug and freed:
+            self.stepper.poison(freed)
+
+    def _fatal(self, error: Exception) -> bool:
+        """A CUDA error is sticky: no later call on that device can succeed. Running out of memory is not one."""
+        on_gpu = self.settings.device != "cpu" and not isinstance(error, torch.OutOfMemoryError)
+        return on_gpu and "CUDA" in str(error)
+
+    def _flush(self) -> None:
+        for client, messages in self.book.drain():
+            self._emit(client, messages)
+        self._status = self._snapshot()
+
+    def _idle(self) -> None:
+        """Sleeps until a message comes or the next deadline passes."""
+        timeout = self.book.next_deadline() - time.monotonic()
+        with self._wake:
+            if not self._inbox and not self._stopping:
+                self._wake.wait(None if timeout == float("inf") else max(0.0, timeout))
+
+    def _finish(self) -> None:
+        self._intake()
+        reason = "it failed" if self.failure else "it is shutting down"
+        message = f"the engine ended before the answer was complete: {reason}; try again"
+        self.book.fail_all("UNAVAILABLE", message, time.monotonic())
+        self._flush()
+        self.stepper.close()
+
+    def _snapshot(self) -> Status:
+        status = self.book.status()
+        status.model = Path(self.settings.checkpoint).name
+        status.device = self.settings.device
+        status.overlap = self.settings.overlap
+        status.rows = self.settings.rows
+        status.rows_in_use = len(self.scheduler.running)
+        status.pages = self.pool.num_pages
+        status.pages_in_use = self.pool.num_used
+        status.waiting = len(self.scheduler.waiting)
+        status.running = sum(not s.finished for s in self.scheduler.running.values())
+        status.zombies = sum(s.zombie for s in self.scheduler.running.values())
+        status.steps = self.pipeline.num_launched
+        status.steps_overlapped = self.pipeline.num_overlapped
+        status.prefix_entries = len(self.cache)
+        status.prefix_hits = self.cache.hits
+        status.prefix_misses = self.cache.misses
+        status.host_ms = self._host_s * 1e3
+        status.ticks = self._ticks
+        return status

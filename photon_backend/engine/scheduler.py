@@ -1,0 +1,171 @@
+"""Who runs next: rows, admission, and the choice between prefill and decode. Pure Python.
+
+Invariants
+- A sequence is admitted with every page it can ever need, so a running sequence never waits for memory and no rule can
+  deadlock. Price: pages for tokens that are never produced stay idle until the request ends.
+- First come, first admitted among those that are ready (no picture, its prefix cached, or its pixels here). One that
+  waits for its pixels holds up nobody; one that waits for pages or a row holds up all behind it, so none starves.
+- Prefill and decode take turns: a prefill step is never followed by another while rows can decode.
+- A row belongs to one sequence from admission to release, zombies included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from photon_backend.config import Settings
+from photon_backend.engine.pages import PagePool
+from photon_backend.engine.pipeline import NUM_SLOTS, StepKind
+from photon_backend.engine.prefix_cache import PrefixCache, PrefixEntry
+from photon_backend.engine.sequence import Sequence
+
+
+@dataclass(eq=False)
+class Admission:
+    """What the prefill of one sequence has to do with pages."""
+
+    sequence: Sequence
+    computes_prefix: bool  # False: hit, or no picture
+    load_tail: tuple[int, int] | None = None  # (page, page): copy the entry's tail to the row before the forward
+    save_tail: tuple[int, int] | None = None  # (page, page): copy the row's tail to the entry after the forward
+
+    @property
+    def num_tokens(self) -> int:
+        return self.sequence.prompt_len - self.sequence.cached_len
+
+    @property
+    def num_crops(self) -> int:
+        pixels = self.sequence.pixels
+        return len(pixels) if self.computes_prefix and pixels is not None else 0
+
+
+@dataclass(eq=False)
+class Plan:
+    kind: StepKind
+    sequences: list[Sequence]
+    admissions: list[Admission]
+    entries: list[PrefixEntry]
+
+
+class Scheduler:
+    def __init__(self, settings: Settings, pool: PagePool, cache: PrefixCache) -> None:
+        self.settings = settings
+        self.pool = pool
+        self.cache = cache
+        self.waiting: list[Sequence] = []
+        self.running: dict[int, Sequence] = {}  # by row
+        self._free_rows = list(range(settings.rows - 1, -1, -1))
+        self._last_kind: StepKind = "decode"
+
+    def pages_of(self, sequence: Sequence) -> int:
+        """Pages for all positions that may be written: the last token is never fed back."""
+        return -(-(sequence.prompt_len + sequence.limit - 1) // self.settings.page_size)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Takes out a sequence that was never admitted."""
+        self.waiting.remove(sequence)
+        sequence.pixels = None
+
+    def ready(self, sequence: Sequence) -> bool:
+        return sequence.request.digest is None or sequence.pixels is not None or self._cached(sequence) is not None
+
+    def plan(self, step_index: int) -> Plan | None:
+        """The next step, or None when nothing can be launched. Prefills are admitted here, with row and pages."""
+        decodable = [s for s in self.running.values() if s.launchable and 0 <= s.inflight < NUM_SLOTS]
+        if not (decodable and self._last_kind == "prefill"):
+            admissions = self._admit(step_index)
+            if admissions:
+                self._last_kind = "prefill"
+                entries = [a.sequence.entry for a in admissions if a.computes_prefix and a.sequence.entry]
+                return Plan("prefill", [a.sequence for a in admissions], admissions, entries)
+        if decodable:
+            self._last_kind = "decode"
+            return Plan("decode", decodable, [], [])
+        return None
+
+    def release(self, sequence: Sequence) -> list[int]:
+        """Gives back the row and the pages of a finished sequence; returns the pages that are free now."""
+        assert sequence.finished and sequence.inflight == 0 and self.running.get(sequence.row) is sequence
+        del self.running[sequence.row]
+        self._free_rows.append(sequence.row)
+        pages, sequence.pages = sequence.pages, []
+        self.pool.release(pages)
+        return [page for page in pages if self.pool.count(page) == 0]
+
+    def _cached(self, sequence: Sequence) -> PrefixEntry | None:
+        digest = sequence.request.digest
+        return self.cache.get(digest) if digest is not None and self.settings.prefix_cache else None
+
+    def _admit(self, step_index: int) -> list[Admission]:
+        admissions: list[Admission] = []
+        tokens = crops = 0
+        for sequence in self._ready_in_order():
+            entry = self._cached(sequence)
+            if not self._free_rows or (entry is not None and entry.launched_by == step_index):
+                break  # the prefix that it shares is written by this very step: it is readable by the next
+            admission = self._take(sequence, entry, step_index)
+            if admission is None:
+                break
+            admissions.append(admission)
+            tokens += admission.num_tokens
+            crops += admission.num_crops
+            if tokens >= self.settings.prefill_tokens or crops >= self.settings.prefill_crops:
+                break
+        if admissions:
+            admitted = {id(a.sequence) for a in admissions}
+            self.waiting = [s for s in self.waiting if id(s) not in admitted]
+        return admissions
+
+    def _ready_in_order(self) -> Iterator[Sequence]:
+        return (s for s in self.waiting if self.ready(s))
+
+    def _take(self, sequence: Sequence, entry: PrefixEntry | None, step_index: int) -> Admission | None:
+        """Row and pages for one sequence, or None when there are not enough even after eviction."""
+        size = self.settings.page_size
+        total = self.pages_of(sequence)
+        num_full, rest = divmod(sequence.prefix_len, size)
+        stores = self._stores(sequence, entry, total)
+        need = total - num_full if entry else total + (1 if stores and rest else 0)
+        keep = sequence.request.digest
+        if self.pool.num_free < need:
+            if self.pool.num_free + self.cache.evictable_pages(keep) < need:
+                return None
+            self.cache.evict(need, keep)
+        pages = self.pool.take(need)
+        assert pages is not None
+        sequence.row = self._free_rows.pop()
+        self.running[sequence.row] = sequence
+        if entry:
+            return self._hit(sequence, entry, pages)
+        return self._miss(sequence, pages, step_index if stores else None, num_full, rest)
+
+    def _stores(self, sequence: Sequence, entry: PrefixEntry | None, total: int) -> bool:
+        """Whether its prefix goes into the cache; not when the pool is too small to hold its tail page as well."""
+        wanted = sequence.request.digest is not None and entry is None and self.settings.prefix_cache
+        return wanted and total + 1 <= self.pool.num_pages
+
+    def _hit(self, sequence: Sequence, entry: PrefixEntry, own: list[int]) -> Admission:
+        self.cache.use(entry)
+        sequence.entry = entry
+        sequence.pages = entry.full_pages + own
+        sequence.cached_len = sequence.prefix_len
+        load = (entry.tail_page[0], own[0]) if entry.tail_page else None
+        return Admission(sequence, computes_prefix=False, load_tail=load)
+
+    def _miss(
+        self, sequence: Sequence, pages: list[int], step_index: int | None, num_full: int, rest: int
+    ) -> Admission:
+        sequence.pages = pages
+        admission = Admission(sequence, computes_prefix=sequence.prefix_len > 0)
+        digest = sequence.request.digest
+        if step_index is not None and digest is not None:
+            tail = [pages.pop()] if rest else []
+            sequence.entry = PrefixEntry(digest, pages[:num_full], tail, step_index)
+            self.cache.insert(sequence.entry)
+            if tail:
+                admission.save_tail = (pages[num_full], tail[0])
+        return admission

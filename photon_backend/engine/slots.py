@@ -1,0 +1,47 @@
+"""The buffers of a decode slot: allocated once, at fixed addresses, owned by the step that rides in the slot (P3)."""
+
+from __future__ import annotations
+
+import torch
+
+from photon_backend.model.config import ModelConfig
+
+POISONED = -1  # what a host mirror and a consumed relay cell hold in debug runs; no id is negative
+
+
+class DecodeSlot:
+    """Device buffers of a step over at most B rows, and the pinned host mirrors of what the commit reads.
+
+    rows    int64   [B]     row of each sequence of the step, in batch order
+    hidden  dtype   [B, D]  last hidden state, before the final LN
+    logits  float32 [B, V]
+    ids     int64   [B]     sampled ids
+    values  float32 [B, 2]  coordinate in [:, 0], or (width, height)
+    mask    int32   [B, ceil(V / 32)]  legal ids of host grammars
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:
+        pinned = device.type == "cuda"
+        words = -(-config.text.vocab_size // 32)
+        self.rows = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.hidden = torch.zeros(rows, config.text.dim, dtype=dtype, device=device)
+        self.logits = torch.zeros(rows, config.text.vocab_size, dtype=torch.float32, device=device)
+        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.values = torch.zeros(rows, 2, dtype=torch.float32, device=device)
+        self.mask = torch.zeros(rows, words, dtype=torch.int32, device=device)
+        self.host_ids = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
+        self.host_values = torch.zeros(rows, 2, dtype=torch.float32, pin_memory=pinned)
+        self.host_mask = torch.zeros(rows, words, dtype=torch.int32, pin_memory=pinned)
+
+    def poison(self) -> None:
+        """Debug: a commit that reads before its copy has landed sees negative ids."""
+        self.host_ids.fill_(POISONED)
+
+    def copy_out(self, number: int) -> None:
+        """Copies results to the mirrors; runs on the copy stream."""
+        self.host_ids[:number].copy_(self.ids[:number], non_blocking=True)
+        self.host_values[:number].copy_(self.values[:number], non_blocking=True)
+
+    def upload_mask(self, number: int) -> None:
+        """Copies the legal ids of host grammars up; runs on the copy stream."""
+        self.mask[:number].copy_(self.host_mask[:number], non_blocking=True)

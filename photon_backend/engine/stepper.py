@@ -1,0 +1,131 @@
+"""Puts a step on the streams and reads its results: the join between the plan (Python) and the runner (device).
+
+Stream order per step:  compute: forward, sample, event   copy: wait for that event, ids and values down, event
+With host grammars:     copy: masks up, event             compute: wait for that event before sampling
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from photon_backend.config import Settings
+from photon_backend.engine.kv_cache import KVCache, page_bytes
+from photon_backend.engine.pipeline import NUM_SLOTS, Step
+from photon_backend.engine.runner import PrefillRow, Runner
+from photon_backend.engine.scheduler import Admission, Plan
+from photon_backend.engine.sequence import Sequence
+from photon_backend.engine.slots import DecodeSlot
+from photon_backend.engine.streams import Event, make_streams
+from photon_backend.model.moondream import Moondream
+
+ALL_LEGAL = -1  # a mask word with every bit set
+
+
+class Stepper:
+    def __init__(
+        self, model: Moondream, settings: Settings, num_pages: int, delay: Callable[[str], None] | None = None
+    ) -> None:
+        """`delay` is called before each closure of a host stream; tests sleep there."""
+        table = model.text.wte
+        cache = KVCache(model.config.text, num_pages, settings.page_size, table.device, table.dtype)
+        self.debug = settings.debug
+        self.runner = Runner(model, cache, settings.rows, table.device, settings.debug)
+        self.slots = [DecodeSlot(model.config, settings.rows, table.device, table.dtype) for _ in range(NUM_SLOTS)]
+        self.compute, self.copy = make_streams(table.device, delay)
+
+    def launch(self, step: Step, plan: Plan) -> None:
+        """Queues the forward of a step."""
+        slot = self.slots[step.slot]
+        if self.debug:
+            slot.poison()
+        if plan.kind == "prefill":
+            self.compute.run(self.runner.prefill, slot, [_prefill_row(a) for a in plan.admissions])
+            return
+        rows = [s.row for s in step.sequences]
+        # planned already counts this step; the token that it feeds is the one before the token that it samples
+        position = max(s.prompt_len + s.planned - 2 for s in step.sequences)
+        self.compute.run(self.runner.decode, slot, rows, position, _spatial(step))
+
+    def sample(self, step: Step, masked: bool) -> Event:
+        """Queues sampling and the copy of its results; the event lets the host read them."""
+        slot, number = self.slots[step.slot], len(step.sequences)
+        if masked:
+            self.copy.run(slot.upload_mask, number)
+            self.compute.wait(self.copy.record())
+        self.compute.run(self.runner.sample, slot, number, _spatial(step), masked)
+        self.copy.wait(self.compute.record())
+        self.copy.run(slot.copy_out, number)
+        return self.copy.record()
+
+    def fill_masks(self, step: Step) -> list[Sequence]:
+        """Writes the legal ids of every sequence of the step; returns those that have none, which must fail."""
+        mask = self.slots[step.slot].host_mask
+        stuck = []
+        for i, sequence in enumerate(step.sequences):
+            line = mask[i]
+            line.fill_(ALL_LEGAL)
+            if sequence.matcher is not None and not sequence.finished:
+                sequence.matcher.fill(line)
+                if not bool(line.any()):
+                    line.fill_(ALL_LEGAL)  # a row without a legal token would be NaN; its sequence fails instead
+                    stuck.append(sequence)
+        return stuck
+
+    def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
+        """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
+        step.copied.wait()
+        slot, number = self.slots[step.slot], len(step.sequences)
+        ids = slot.host_ids[:number].tolist()
+        assert not self.debug or min(ids) >= 0, "a mirror was read before its copy had landed"
+        return ids, slot.host_values[:number].tolist()
+
+    def poison(self, pages: list[int]) -> None:
+        """Debug: spoils freed pages, in stream order."""
+        self.compute.run(self.runner.cache.poison, pages)
+
+    def close(self) -> None:
+        self.compute.close()
+        self.copy.close()
+
+
+def _spatial(step: Step) -> bool:
+    return any(s.program.spatial for s in step.sequences)
+
+
+def _prefill_row(admission: Admission) -> PrefillRow:
+    s = admission.sequence
+    request, sampling = s.request, s.request.sampling
+    return PrefillRow(
+        row=s.row,
+        pages=list(s.pages),
+        cached_len=s.cached_len,
+        prefix_len=s.prefix_len,
+        prompt_ids=request.prompt_ids,
+        coords=request.coords,
+        sizes=request.sizes,
+        pixels=s.pixels if admission.computes_prefix else None,
+        tiling=s.tiling,
+        load_tail=admission.load_tail,
+        save_tail=admission.save_tail,
+        state=s.program.start,
+        think_until=s.prompt_len + s.program.think_limit,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+    )
+
+
+def default_num_pages(model: Moondream, settings: Settings) -> int:
+    """Pages when the settings give none: every row with a full context, within the memory that is meant for it."""
+    per_row = -(-model.config.text.max_context // settings.page_size)
+    device, dtype = model.text.wte.device, model.text.wte.dtype
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        budget = int(free - (1 - settings.kv_fraction) * total)
+    else:
+        budget = 2 << 30
+    fitting = budget // page_bytes(model.config.text, settings.page_size, dtype)
+    return max(per_row + 1, min(settings.rows * per_row * 2, fitting))
