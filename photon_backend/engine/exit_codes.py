@@ -1,0 +1,5 @@
+"""Exit statuses of the engine process, read by its supervisor, which has no torch."""
+
+EXIT_STOPPED = 0
+EXIT_FAILED = 1
+EXIT_UNUSABLE = 3  # checkpoint or settings: another try would end the same way

@@ -1,0 +1,266 @@
+"""Owner thread of a front end: everything that happens to its requests happens on this one thread.
+
+Triton's Python back end breaks when two threads touch one request (corrupt tensors, a dead server), when a request is
+asked for cancellation beside or after its last response (segmentation fault), and lets the client wait for ever when a
+request is dropped. Hence the rules kept here:
+
+- the stub's own thread only puts requests into a queue and wakes the owner; decoding threads hand their pictures over
+  in the same way; parsing, sending, receiving, cancelling and responding are the owner's;
+- a request is in `_open` from its acceptance to its last response and `is_cancelled` is asked of open ones only;
+- whatever happens, `_respond` sends exactly one response with the FINAL flag, and that removes it from `_open`;
+- a failure in one request ends that request, with one sentence for the client and the traceback for the log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+import zmq
+
+from photon_backend.config import Settings, read_settings
+from photon_backend.frontend.link import EnginePeer, Link
+from photon_backend.frontend.session import FrontEnd, Response, Session
+from photon_backend.frontend.tensors import error_response, image_size, read_request, triton_response
+from photon_backend.log import set_up_logging
+from photon_backend.protocol import Cancel, Done, Failed, FromEngine, NeedPicture, PhotonError, Picture, Tokens
+
+FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
+CANCEL_POLL_MS = 50  # how often open requests are asked whether their client has left
+CANCEL_POLL_MAX = 64  # of them at a time: one question costs 15 to 45 us
+IDLE_MS = 500  # the longest sleep of the owner
+WAITING_PICTURES = 8  # pictures of the largest size that may wait in a front end before it refuses more
+FIRST_BEAT_S = 5.0  # how long loading waits for an engine, so that a loaded model answers
+
+log = logging.getLogger("photon.frontend")
+
+
+class _Open:
+    """A request that has not had its last response."""
+
+    def __init__(self, sender: Any, session: Session, peer: EnginePeer, image_bytes: int) -> None:
+        self.sender = sender
+        self.session = session
+        self.peer = peer
+        self.image_bytes = image_bytes  # 0 once the engine has the picture or does not need it
+        self.cancel_sent = False
+
+
+class Handler:
+    """One per stub process. `accept` and `close` are called by the stub's thread, the rest runs on the owner thread."""
+
+    def __init__(self, name: str) -> None:
+        self._settings: Settings = read_settings()
+        set_up_logging(name, self._settings.log_level)
+        self._front_end = FrontEnd(self._settings)
+        self._inbox: deque[tuple[Any, Any]] = deque()  # requests with their senders
+        self._pictures: deque[tuple[str, Future[tuple[tuple[int, int], np.ndarray]]]] = deque()
+        self._open: dict[str, _Open] = {}
+        self._image_bytes = 0  # sum over the open requests
+        self._numbers = itertools.count()
+        self._next_cancel_poll = 0.0
+        self._cancel_cursor = 0
+        self._closing = False
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._decoders = ThreadPoolExecutor(self._settings.decode_threads, thread_name_prefix="decode")
+        self._connected = threading.Event()
+        self._owner = threading.Thread(target=self._run, name="owner")
+        self._owner.start()
+        if not self._connected.wait(FIRST_BEAT_S):
+            log.warning("no engine has answered yet; requests are refused until one does")
+
+    def accept(self, requests: list[Any]) -> None:
+        """Takes the requests over. Never blocks: the stub keeps the interpreter while it is in here."""
+        self._inbox.extend((request, request.get_response_sender()) for request in requests)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def close(self) -> None:
+        """Answers what is still open with UNAVAILABLE and ends the owner thread."""
+        self._closing = True
+        os.eventfd_write(self._wake_fd, 1)
+        self._owner.join()
+        self._decoders.shutdown(wait=False, cancel_futures=True)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        link = Link(self._settings, poller, range(self._settings.engines))
+        self._link = link
+        while not self._closing:
+            try:
+                self._turn(poller)
+            except Exception:
+                log.exception("a turn of the owner thread failed")
+                self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
+        self._refuse_inbox()
+        self._fail_all(PhotonError("UNAVAILABLE", "The server is stopping."))
+        link.close()
+
+    def _turn(self, poller: zmq.Poller) -> None:
+        events = poller.poll(CANCEL_POLL_MS if self._open else IDLE_MS)
+        if any(source == self._wake_fd for source, _ in events):
+            os.eventfd_read(self._wake_fd)
+        while self._inbox:
+            self._start(*self._inbox.popleft())
+        while self._pictures:
+            self._send_picture(*self._pictures.popleft())
+        for _, messages in self._link.receive():
+            self._feed(messages)
+        for peer in self._link.tend():
+            log.warning("engine %d is gone; %d requests end", peer.index, peer.load)
+            self._fail_all(PhotonError("UNAVAILABLE", "The engine went away; it is being restarted, try again."), peer)
+        if any(peer.up for peer in self._link.peers):
+            self._connected.set()
+        self._poll_cancelled()
+
+    # requests in
+
+    def _start(self, request: Any, sender: Any) -> None:
+        """From Triton's request to Submit. Whatever fails here is answered here."""
+        try:
+            request_id = f"{os.getpid():x}-{next(self._numbers):x}"
+            size = image_size(request)
+            self._admit(size)
+            session = self._front_end.open(read_request(request), request_id)
+            peer = self._link.choose(session.submit.digest)
+            if peer is None:
+                raise PhotonError("UNAVAILABLE", "No engine is running at the moment; try again.")
+            peer.send([session.submit])
+        except Exception as error:
+            sender.send(error_response(_as_photon_error(error, "a request could not be started")), flags=FINAL)
+            return
+        peer.load += 1
+        self._image_bytes += size
+        self._open[request_id] = _Open(sender, session, peer, size)
+
+    def _admit(self, image_bytes: int) -> None:
+        if len(self._open) >= self._settings.max_open_requests:
+            raise PhotonError("UNAVAILABLE", f"This front end already has {len(self._open)} requests; try again later.")
+        limit = WAITING_PICTURES * self._settings.max_image_bytes
+        if self._image_bytes and self._image_bytes + image_bytes > limit:
+            raise PhotonError(
+                "UNAVAILABLE", f"Pictures of {self._image_bytes} bytes are waiting here; try again later."
+            )
+
+    def _send_picture(self, request_id: str, future: Future[tuple[tuple[int, int], np.ndarray]]) -> None:
+        request = self._open.get(request_id)
+        if request is None:
+            return
+        try:
+            tiling, pixels = future.result()
+            request.peer.send([Picture(request_id, tiling)], np.ascontiguousarray(pixels).data)
+            self._release_image(request)
+        except Exception as error:
+            self._cancel(request_id, request)
+            self._respond(request_id, request, _failure(_as_photon_error(error, "a picture could not be prepared")))
+
+    # messages of the engine
+
+    def _feed(self, messages: list[FromEngine]) -> None:
+        """Groups the events by request, so that a request that fell behind answers once for many tokens."""
+        events: dict[str, list[Tokens | Done | Failed]] = {}
+        for message in messages:
+            if isinstance(message, NeedPicture):
+                self._decode(message.request_id)
+            elif isinstance(message, (Tokens, Done, Failed)):
+                events.setdefault(message.request_id, []).append(message)
+        for request_id, of_request in events.items():
+            request = self._open.get(request_id)
+            if request is None:
+                continue  # answered already: cancelled by a stop string, or failed here
+            if request.image_bytes:
+                self._release_image(request)
+            try:
+                responses = request.session.feed(of_request)
+            except Exception as error:
+                self._cancel(request_id, request)
+                responses = [_failure(_as_photon_error(error, "the engine's answer could not be read"))]
+            if request.session.cancel_wanted:
+                self._cancel(request_id, request)
+            for response in responses:
+                self._respond(request_id, request, response)
+
+    def _decode(self, request_id: str) -> None:
+        request = self._open.get(request_id)
+        if request is None:
+            return
+
+        def hand_over(future: Future[tuple[tuple[int, int], np.ndarray]]) -> None:
+            self._pictures.append((request_id, future))
+            os.eventfd_write(self._wake_fd, 1)
+
+        self._decoders.submit(request.session.picture).add_done_callback(hand_over)
+
+    def _release_image(self, request: _Open) -> None:
+        self._image_bytes -= request.image_bytes
+        request.image_bytes = 0
+
+    # responses and ends
+
+    def _respond(self, request_id: str, request: _Open, response: Response) -> None:
+        """Sends one response; a final one closes the request even when sending fails."""
+        try:
+            request.sender.send(triton_response(response), flags=FINAL if response.final else 0)
+        except Exception:
+            log.exception("a response of request %s could not be sent", request_id)
+            if not response.final:
+                self._cancel(request_id, request)
+        finally:
+            if response.final:
+                self._close_request(request_id, request)
+
+    def _close_request(self, request_id: str, request: _Open) -> None:
+        if self._open.pop(request_id, None) is not None:
+            request.peer.load -= 1
+            self._release_image(request)
+
+    def _cancel(self, request_id: str, request: _Open) -> None:
+        """Tells the engine once; it answers with Done unless the request was answered before."""
+        if not request.cancel_sent:
+            request.cancel_sent = True
+            request.peer.send([Cancel(request_id)])
+
+    def _fail_all(self, error: PhotonError, peer: EnginePeer | None = None) -> None:
+        """Ends every open request, or those of one engine."""
+        for request_id, request in list(self._open.items()):
+            if peer is None or request.peer is peer:
+                self._cancel(request_id, request)
+                self._respond(request_id, request, _failure(error))
+
+    def _refuse_inbox(self) -> None:
+        while self._inbox:
+            _, sender = self._inbox.popleft()
+            sender.send(error_response(PhotonError("UNAVAILABLE", "The server is stopping.")), flags=FINAL)
+
+    def _poll_cancelled(self) -> None:
+        """Asks some of the open requests, in turn, whether their client has left."""
+        now = time.monotonic()
+        if now < self._next_cancel_poll or not self._open:
+            return
+        self._next_cancel_poll = now + CANCEL_POLL_MS / 1000
+        waiting = [item for item in self._open.items() if not item[1].cancel_sent]
+        start = self._cancel_cursor % max(1, len(waiting))
+        for request_id, request in (waiting[start:] + waiting[:start])[:CANCEL_POLL_MAX]:
+            if request.sender.is_cancelled():
+                self._cancel(request_id, request)
+        self._cancel_cursor = start + CANCEL_POLL_MAX
+
+
+def _failure(error: PhotonError) -> Response:
+    return Response(error=error, final=True)
+
+
+def _as_photon_error(error: Exception, what: str) -> PhotonError:
+    """Ours as it is; anything else is a bug: its traceback is for the log, the client gets a sentence."""
+    if isinstance(error, PhotonError):
+        return error
+    log.error("%s", what, exc_info=error)
+    return PhotonError("INTERNAL", f"Inside the server {what}; its log says why.")

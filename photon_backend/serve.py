@@ -1,0 +1,265 @@
+"""Launcher: `python -m photon_backend.serve` runs Triton with the three models until SIGTERM or SIGINT.
+
+Process tree, each tied to the one above it by the kernel (`processes.end_with_parent`), so that nothing outlives a
+killed launcher:
+
+    launcher -> tritonserver -> stubs of photon, photon_unary, photon_engine
+                                photon_engine's stub -> engine process
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from photon_backend import layout
+from photon_backend.config import TINY_CHECKPOINT
+from photon_backend.layout import LaunchError, Layout
+
+EXIT_SECONDS = 5  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
+LOG_LEVELS = ("error", "warning", "info", "verbose")
+
+
+class Server:
+    """A running tritonserver with its private directory. `stop()` ends it and removes what it left."""
+
+    def __init__(self, layout_: Layout, process: subprocess.Popen[bytes], host: str, ports: Mapping[str, int]) -> None:
+        self.layout = layout_
+        self.process = process
+        self.host = host
+        self.http_port, self.grpc_port, self.metrics_port = (ports[name] for name in PORTS)
+
+    @property
+    def pid(self) -> int:
+        """Process id of tritonserver."""
+        return self.process.pid
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self._address(self.http_port)}"
+
+    @property
+    def grpc_url(self) -> str:
+        """host:port, as tritonclient wants it."""
+        return self._address(self.grpc_port)
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self._address(self.metrics_port)}/metrics"
+
+    def _address(self, port: int) -> str:
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def problem(self) -> str | None:
+        """Why the server cannot go on, or None while it can: it ended, or a supervisor gave its engine up."""
+        if self.process.poll() is not None:
+            return f"tritonserver ended with status {self.process.returncode}."
+        with contextlib.suppress(FileNotFoundError):
+            return (self.layout.run_dir / "problem").read_text()
+        return None
+
+    def is_ready(self, model: str = "photon") -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.http_url}/v2/models/{model}/ready", timeout=5) as reply:
+                return bool(reply.status == 200)
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Returns when both front-end models answer. Raises LaunchError when they never will, or too late."""
+        end = time.monotonic() + timeout_s
+        while not (self.is_ready("photon") and self.is_ready("photon_unary")):
+            problem = self.problem()
+            if problem:
+                raise LaunchError(problem)
+            if time.monotonic() > end:
+                raise LaunchError(f"The model photon was not ready within {timeout_s:.0f} s.")
+            time.sleep(0.05)
+
+    def stop(self) -> None:
+        """SIGTERM, then SIGKILL; returns when tritonserver, its stubs and the engine are gone. May be called twice."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(EXIT_SECONDS + 5)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+        end = time.monotonic() + 5
+        while self.layout.owned_elsewhere() and time.monotonic() < end:
+            time.sleep(0.02)
+        self.layout.remove()
+
+
+PORTS = ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")
+
+
+@contextlib.contextmanager
+def start_server(
+    checkpoint: Path | str = TINY_CHECKPOINT,
+    device: str = "cpu",
+    dtype: str = "float32",
+    front_ends: int = 2,
+    engines: int = 1,
+    host: str = "127.0.0.1",
+    ports: tuple[int, int, int] = (0, 0, 0),
+    log_level: str = "warning",
+    log: Path | None = None,
+    wait: bool = True,
+    settings: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """A real server for the length of the `with` block.
+
+    Must be entered from a thread that lives as long as the server. `ports` are HTTP, gRPC and metrics; 0 takes a free
+    one. `log` is a file for everything the processes print, default the terminal. `settings` are more `PHOTON_*`
+    variables (with their prefix). Raises LaunchError.
+    """
+    taken = dict(zip(PORTS, (port or layout.free_port(host) for port in ports), strict=True))
+    stubs = front_ends + layout.unary_front_ends(front_ends) + engines
+    layout.check(Path(checkpoint), host, taken, stubs)
+    private = Layout(front_ends, engines)
+    environment = {
+        "PHOTON_CHECKPOINT": str(Path(checkpoint).resolve()),
+        "PHOTON_DEVICE": device,
+        "PHOTON_DTYPE": dtype,
+        "PHOTON_ENGINES": str(engines),
+        "PHOTON_RUN_DIR": str(private.run_dir),
+        "PHOTON_LOG_LEVEL": log_level,
+        "PHOTON_ENGINE_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""),
+        **(settings or {}),
+    }
+    with contextlib.ExitStack() as stack:
+        stack.callback(private.remove)
+        output = stack.enter_context(log.open("ab")) if log else None
+        process = _start_triton(private, host, taken, log_level, environment, output)
+        server = Server(private, process, host, taken)
+        stack.callback(server.stop)
+        if wait:
+            server.wait_ready()
+        yield server
+
+
+def _start_triton(
+    private: Layout,
+    host: str,
+    ports: Mapping[str, int],
+    log_level: str,
+    environment: Mapping[str, str],
+    output: IO[bytes] | None,
+) -> subprocess.Popen[bytes]:
+    level = LOG_LEVELS.index(log_level)
+    command = [
+        f"{layout.triton_home()}/bin/tritonserver",
+        f"--model-repository={private.models}",
+        f"--backend-directory={private.backends}",
+        "--model-control-mode=explicit",
+        "--load-model=photon_engine",
+        "--disable-auto-complete-config",
+        f"--http-address={host}",
+        f"--http-port={ports['HTTP_PORT']}",
+        f"--grpc-address={host}",
+        f"--grpc-port={ports['GRPC_PORT']}",
+        f"--metrics-address={host}",
+        f"--metrics-port={ports['METRICS_PORT']}",
+        f"--exit-timeout-secs={EXIT_SECONDS}",
+        f"--backend-config=python,shm-default-byte-size={layout.SHM_BYTES}",
+        f"--backend-config=python,shm-growth-byte-size={layout.SHM_BYTES}",
+        f"--backend-config=python,shm-region-prefix-name={private.directory.name}",
+        # Triton itself needs no GPU memory, and no metrics library for it
+        "--pinned-memory-pool-byte-size=0",
+        "--allow-gpu-metrics=false",
+        "--enable-peer-access=false",
+        f"--log-warning={str(level >= 1).lower()}",
+        f"--log-info={str(level >= 2).lower()}",
+        f"--log-verbose={int(level >= 3)}",
+    ]
+    libraries = f"{layout.triton_libraries()}:{private.libraries}"
+    return subprocess.Popen(
+        [sys.executable, "-m", "photon_backend.processes", str(os.getpid()), *command],
+        env={
+            **os.environ,
+            **environment,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",  # the stub runs the first python3
+            "LD_LIBRARY_PATH": ":".join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")])),
+        },
+        pass_fds=[private.lock_fd],
+        stdout=output,
+        stderr=output,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C reaches the launcher only, which ends the rest in order
+    )
+
+
+def parse_arguments(arguments: list[str]) -> argparse.Namespace:
+    """Every option has a variable of the same name, so that `make serve DEVICE=cuda` and containers can set it."""
+    parser = argparse.ArgumentParser(prog="python -m photon_backend.serve", description=__doc__.split("\n")[0])
+
+    def option(name: str, default: object, text: str, **more: object) -> None:
+        variable = name.upper().replace("-", "_")
+        value = os.environ.get(variable) or default
+        kind = type(default)
+        parser.add_argument(f"--{name}", default=value, type=kind, help=f"{text} [{variable}, {value}]", **more)  # type: ignore[arg-type]
+
+    option("checkpoint", str(TINY_CHECKPOINT), "directory with config.json, model.safetensors, tokenizer.json")
+    option("device", "cpu", "cpu or cuda")
+    option("dtype", "float32", "float32 or bfloat16", choices=["float32", "bfloat16"])
+    option("front-ends", 2, "instances of photon")
+    option("engines", 1, "engine processes, one GPU each")
+    option("host", "127.0.0.1", "address to listen on")
+    option("http-port", 8000, "port of HTTP")
+    option("grpc-port", 8001, "port of gRPC")
+    option("metrics-port", 8002, "port of the metrics")
+    option("log-level", "warning", "what is printed", choices=LOG_LEVELS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    signal.signal(signal.SIGTERM, _leave)
+    signal.signal(signal.SIGINT, _leave)
+    begun = time.monotonic()
+    try:
+        with start_server(
+            checkpoint=options.checkpoint,
+            device=options.device,
+            dtype=options.dtype,
+            front_ends=options.front_ends,
+            engines=options.engines,
+            host=options.host,
+            ports=(options.http_port, options.grpc_port, options.metrics_port),
+            log_level=options.log_level,
+        ) as server:
+            urls = f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}"
+            what = f"{Path(options.checkpoint).name} on {options.device}"
+            print(
+                f"Photon is ready after {time.monotonic() - begun:.1f} s ({what}): {urls}. Ctrl-C ends it.", flush=True
+            )
+            while (problem := server.problem()) is None:
+                time.sleep(0.2)
+            raise LaunchError(problem)
+    except LaunchError as error:
+        print(f"photon: {error}", file=sys.stderr)
+        return 1
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    """The first signal ends the `with` block above in order; while it does, more signals change nothing."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
