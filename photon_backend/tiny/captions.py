@@ -1,0 +1,57 @@
+"""Captions of a scene in three lengths."""
+
+from __future__ import annotations
+
+from photon_backend.tiny.scenes import Printed, Scene
+from photon_backend.tiny.words import NUMBERS, listing, mention, plural, position, sentence, with_article
+
+LENGTHS = ("short", "normal", "long")
+
+
+def caption(scene: Scene, length: str) -> str:
+    return {"short": _short, "normal": _normal, "long": _long}[length](scene)
+
+
+def _short(scene: Scene) -> str:
+    """ "A red circle and two blue squares." Groups come in the order of their leftmost item."""
+    counts: dict[tuple[str, str], int] = {}
+    for item in scene.items:
+        counts[item.color, item.kind] = counts.get((item.color, item.kind), 0) + 1
+    parts = [
+        with_article(f"{color} {kind}") if count == 1 else f"{NUMBERS[count]} {color} {plural(kind)}"
+        for (color, kind), count in counts.items()
+    ]
+    if scene.printed:
+        parts.append(mention(scene.printed))
+    return sentence(listing(parts)) + "." if parts else "An empty picture."
+
+
+def _normal(scene: Scene) -> str:
+    """Every item with its place, from left to right, then the text."""
+    parts = [f"{mention(item)} {position(item.center)}" for item in scene.items]
+    sentences = [sentence(listing(parts)) + "."] if parts else []
+    if scene.printed:
+        sentences.append(_written(scene.printed))
+    return " ".join(sentences) or f"An empty picture with {background(scene)}."
+
+
+def _long(scene: Scene) -> str:
+    """Background, number, and every item with size and place, then the text."""
+    count = len(scene.items)
+    noun = "object" if count == 1 else "objects"
+    text = f"The picture shows {NUMBERS[count]} {noun} on {background(scene)}"
+    parts = [
+        f"{with_article(f'{item.size} {item.color} {item.kind}')} {position(item.center)}" for item in scene.items
+    ]
+    text += f": {listing(parts)}." if parts else "."
+    if scene.printed:
+        return f"{text} {_written(scene.printed)}"
+    return text + " There is no text."
+
+
+def _written(printed: Printed) -> str:
+    return sentence(f"{mention(printed)} is written {position(printed.center)}.")
+
+
+def background(scene: Scene) -> str:
+    return f"a {scene.style} {scene.tone} background"

@@ -1,0 +1,202 @@
+"""Trains the bundled model: `python -m photon_backend.tiny.train --seed 0 --steps N --out DIR`.
+
+Everything is learned from scenes drawn on the fly; no picture is seen twice. The checkpoint written is the model in
+float16 (half the bytes of float32, and more digits than bfloat16; the weights are small enough for its range).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from photon_backend.config import TINY_CHECKPOINT
+from photon_backend.model.attention import dense_attend
+from photon_backend.model.config import load_config
+from photon_backend.model.moondream import Moondream
+from photon_backend.model.vision import Vision
+from photon_backend.model.weights import random_model, save_checkpoint
+from photon_backend.tiny.batches import LETTERS, PADDING_SEGMENT, TEXT_SLOTS, Batches, tilings_of
+from photon_backend.tiny.scenes import COLORS, KINDS, SIZES
+from photon_backend.tiny.spelling import NONE
+
+PICTURES = 128  # of a batch
+QUESTION_LEN = 383  # with the prefix of 145 a multiple of 16
+PEAK_RATE, WARMUP, WEIGHT_DECAY, MAX_NORM = 1.5e-3, 400, 0.05, 1.0
+BIN_SPREAD = 1.0  # standard deviation, in bins, of the target around the true value
+COORD_WEIGHT, SIZE_WEIGHT, CELL_WEIGHT = 0.5, 0.3, 0.5
+
+
+class CellHeads(nn.Module):
+    """What each picture embedding must tell by itself, for training only: this is how sight is learned quickly."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.counts = {"kind": len(KINDS) + 2, "color": len(COLORS), "size": len(SIZES)}
+        width = sum(self.counts.values()) + 4 + TEXT_SLOTS * (len(LETTERS) + 1)
+        self.linear = nn.Linear(dim, width)
+
+    def forward(self, embeddings: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """embeddings: [B, N, D]. Returns the sum of the losses."""
+        out = self.linear(embeddings).flatten(0, 1).float()
+        *parts, box, letters = out.split([*self.counts.values(), 4, TEXT_SLOTS * (len(LETTERS) + 1)], dim=-1)
+        loss = out.new_zeros(())
+        for name, logits in zip(self.counts, parts, strict=True):
+            loss = loss + F.cross_entropy(logits, batch[f"cell_{name}"].flatten(), ignore_index=NONE)
+        taken = (batch["cell_kind"].flatten() > 0)[:, None]
+        difference = (box - batch["cell_box"].flatten(0, 1)).abs() * taken
+        loss = loss + 10 * difference.sum() / (4 * taken.sum())
+        logits = letters.unflatten(-1, (TEXT_SLOTS, -1)).flatten(0, 1)
+        return loss + F.cross_entropy(logits, batch["cell_letters"].flatten(), ignore_index=NONE)
+
+
+def stitching(vision: Vision) -> Tensor:
+    """What `Vision.merge` does to each tile, as matrices: float32 [tiles of all tilings, N, N].
+
+    Stitching and pooling are linear, so the pooled map of a picture is the sum of one matrix product per tile; that
+    treats all tiles of a batch at once, where `Vision.encode` goes picture by picture.
+    """
+    num_patches = vision.config.num_patches
+    matrices = []
+    for rows, columns in tilings_of(vision.config.max_crops):
+        count = rows * columns
+        basis = torch.eye(count * num_patches).unflatten(0, (count, num_patches))
+        features = torch.cat([torch.zeros_like(basis[:1]), basis])
+        pooled = vision.merge(features, (rows, columns))[:, count * num_patches :]
+        matrices.append(pooled.unflatten(1, (count, num_patches)).transpose(0, 1))
+    return torch.cat(matrices)
+
+
+def encode_pictures(vision: Vision, matrices: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """The same as `Vision.encode`, for a batch of `make_batch`. Returns [B, N, D]."""
+    pictures = batch["globals"].shape[0]
+    features = vision.encode_crops(torch.cat([batch["globals"], batch["tiles"]]))
+    placed = torch.bmm(matrices[batch["tile_kind"]].to(features.dtype), features[pictures:])
+    pooled = torch.zeros_like(features[:pictures]).index_add(0, batch["tile_picture"], placed)
+    return vision.proj_mlp(torch.cat([features[:pictures], pooled], dim=-1))
+
+
+def packed_mask(segments: Tensor, sees_picture: Tensor, prefix_len: int) -> Tensor:
+    """segments: [B, Q]; sees_picture: bool [B, Q]. Returns bool [B, T, T], T = prefix_len + Q (see `batches`)."""
+    batch, length = segments.shape
+    mask = torch.zeros(batch, prefix_len + length, prefix_len + length, dtype=torch.bool, device=segments.device)
+    mask[:, :, :prefix_len] = F.pad(sees_picture, (prefix_len, 0), value=True)[:, :, None]
+    same = segments[:, :, None] == segments[:, None, :]
+    mask[:, prefix_len:, prefix_len:] = same.tril()
+    return mask
+
+
+def losses(model: Moondream, heads: CellHeads, matrices: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Mean loss per kind of target."""
+    text, region, special = model.text, model.region, model.config.tokenizer
+    picture = encode_pictures(model.vision, matrices, batch)
+    ids, values = batch["ids"], batch["values"]
+    x = text.embed(ids)
+    x = torch.where((ids == special.coord_id)[..., None], region.encode_coordinate(values[..., :1]).to(x.dtype), x)
+    x = torch.where((ids == special.size_id)[..., None], region.encode_size(values).to(x.dtype), x)
+    bos = text.embed(torch.full_like(ids[:, :1], special.bos_id))
+    x = torch.cat([bos, picture.to(x.dtype), x], dim=1)
+    prefix_len = model.config.prefix_len
+    before = torch.arange(prefix_len, device=ids.device).expand(ids.shape[0], -1)
+    mask = packed_mask(batch["segments"], batch["sees_picture"], prefix_len)
+    hidden = text(x, torch.cat([before, batch["positions"]], dim=1), dense_attend(mask))
+    hidden = hidden[:, prefix_len:].flatten(0, 1)
+    logits = text.logits(hidden[batch["token_place"]]).float()
+    coords = region.decode_coordinate(hidden[batch["coord_place"]]).float()
+    sizes = region.decode_size(hidden[batch["size_place"]]).float()
+    return {
+        "token": F.cross_entropy(logits, batch["token"]),
+        "coord": bin_loss(coords, batch["coord"]),
+        "size": bin_loss(sizes, batch["size"]),
+        "cell": heads(picture, batch),
+    }
+
+
+def bin_loss(logits: Tensor, wanted: Tensor) -> Tensor:
+    """Cross entropy with a bell around the true value. logits: [..., bins]; wanted: [...], in bins, not rounded."""
+    bins = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)
+    target = torch.softmax(-0.5 * ((bins - wanted[..., None]) / BIN_SPREAD) ** 2, dim=-1)
+    return -(target * logits.log_softmax(-1)).sum(-1).mean()
+
+
+def total(parts: dict[str, Tensor], progress: float) -> Tensor:
+    """The loss that is minimised; the cell losses fade out over the first 80 % of the training."""
+    cell_weight = CELL_WEIGHT * max(0.0, 1.0 - progress / 0.8)
+    return parts["token"] + COORD_WEIGHT * parts["coord"] + SIZE_WEIGHT * parts["size"] + cell_weight * parts["cell"]
+
+
+def rate(step: int, steps: int, peak: float) -> float:
+    """Linear warm-up, then half a cosine to 1 % of the peak."""
+    if step < WARMUP:
+        return peak * (step + 1) / WARMUP
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))))
+
+
+def optimizer_of(modules: list[nn.Module], peak: float) -> torch.optim.AdamW:
+    """Weight decay on matrices only."""
+    parameters = [p for module in modules for p in module.parameters()]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=True)
+
+
+def train(args: argparse.Namespace) -> Moondream:
+    device = torch.device(args.device)
+    torch.manual_seed(args.seed)
+    config = load_config(args.checkpoint)
+    model = random_model(config, device, torch.float32, args.seed)
+    heads = CellHeads(config.text.dim).to(device)
+    matrices = stitching(model.vision).to(device)
+    optimizer = optimizer_of([model, heads], args.rate)
+    batches = Batches(args.checkpoint, args.seed, args.pictures, QUESTION_LEN, args.steps)
+    loader = DataLoader(batches, batch_size=None, num_workers=args.workers, pin_memory=device.type == "cuda")
+    started = time.perf_counter()
+    for step, batch in enumerate(loader):
+        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step, args.steps, args.rate)
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            parts = losses(model, heads, matrices, batch)
+        total(parts, step / args.steps).backward()
+        nn.utils.clip_grad_norm_([*model.parameters(), *heads.parameters()], MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % args.log_every == 0 or step == args.steps - 1:
+            report(step, args, parts, time.perf_counter() - started)
+    return model
+
+
+def report(step: int, args: argparse.Namespace, parts: dict[str, Tensor], seconds: float) -> None:
+    line = {name: round(value.item(), 4) for name, value in parts.items()}
+    print(json.dumps({"step": step, "seconds": round(seconds, 1), **line}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", type=Path, default=TINY_CHECKPOINT, help="has config.json and tokenizer.json")
+    parser.add_argument("--out", type=Path, required=True, help="directory for the trained checkpoint")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument("--pictures", type=int, default=PICTURES, help="of a batch")
+    parser.add_argument("--rate", type=float, default=PEAK_RATE)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--log-every", type=int, default=200)
+    args = parser.parse_args()
+    model = train(args)
+    save_checkpoint(model.half(), args.out)
+    tokenizer = (args.checkpoint / "tokenizer.json").read_bytes()
+    (args.out / "tokenizer.json").write_bytes(tokenizer)
+
+
+if __name__ == "__main__":
+    main()
