@@ -33,8 +33,8 @@ _WHITESPACE = string.whitespace.encode()
 _BASE64 = (string.ascii_letters + string.digits + "+/-_=").encode() + _WHITESPACE
 _URL = re.compile(rb"[a-z][a-z0-9+.-]{1,15}://", re.IGNORECASE)
 
-# Pillow warns between one and two times its own limit and refuses beyond; the limit that counts is in the settings.
-warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)
+# What Pillow warns of is either refused here or shown as it is; a client's files are not to fill the server's log.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 
 class EncodedImage(msgspec.Struct, frozen=True):
