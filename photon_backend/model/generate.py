@@ -35,7 +35,7 @@ def generate(
     coords and sizes: the values of the coord and size ids in it, in order. max_tokens bounds reasoning and answer each.
     The terminating eos is not among the ids; the answer id that ends reasoning is. Prompt and ids fit max_context.
     """
-    run = _Run(model)
+    run = GreedyRun(model)
     run.feed_prompt(crops, tiling, prompt_ids, coords, sizes)
     if task in ("detect", "point"):
         run.find_objects(max_objects, with_size=task == "detect")
@@ -46,7 +46,7 @@ def generate(
     return run.ids, run.values, run.reason
 
 
-class _Run:
+class GreedyRun:
     """One request: the embeddings so far, and what came out of it."""
 
     def __init__(self, model: Moondream) -> None:
