@@ -50,7 +50,10 @@ def main(arguments: argparse.Namespace) -> int:
     except PhotonError as error:
         print(error, file=sys.stderr)
         return 2 if error.code == "INVALID_ARG" else 1
-    except (OSError, ValueError, RuntimeError, AssertionError) as error:  # checkpoint, device, memory
+    except OSError as error:
+        print(f"[INTERNAL] {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
+    except (ValueError, RuntimeError, AssertionError) as error:  # checkpoint, device, memory
         print(f"[INTERNAL] {next(iter(str(error).splitlines()), type(error).__name__)}", file=sys.stderr)
         return 1
     print(json.dumps(document) if arguments.json else document["text"])
