@@ -123,6 +123,7 @@ class Engine:
             self._commit()
         self._finalize()
         plan = self.scheduler.plan(self.pipeline.next_index)
+        busy = plan is not None or bool(self.pipeline)  # a commit may free what the next plan waits for
         if plan is not None:
             self._launch(plan)
         elif self.pipeline:
@@ -130,7 +131,6 @@ class Engine:
         while self.pipeline and not self.settings.overlap:
             self._commit()
         self._flush()
-        busy = plan is not None or bool(self.pipeline)
         if busy:
             self._ticks += 1
             self._host_s += time.perf_counter() - started - (self._waited_s - waited)

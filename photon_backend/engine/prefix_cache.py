@@ -44,6 +44,10 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._entries)
 
+    @property
+    def entries(self) -> list[PrefixEntry]:
+        return list(self._entries.values())
+
     def get(self, digest: bytes) -> PrefixEntry | None:
         return self._entries.get(digest)
 

@@ -3,8 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from harness import Bench
 from tiny_checkpoint import write_checkpoint
+
+torch.set_num_threads(1)  # a test machine runs more than this
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,296 @@
+"""The loop's bookkeeping on the real engine: limits, zombies, rows, pictures, failures, deadlines, threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+from harness import CLIENT, Bench, request
+
+from photon_backend.protocol import Done, Failed, NeedPicture
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_length_limit_launches_not_one_step_too_many(make_bench, checkpoint, number, overlap):
+    bench = make_bench(overlap=overlap)
+    special = bench.engine.config.tokenizer
+    bench.engine.stepper.runner.suppress[:, special.eos_id] = True  # it would end by itself
+    submit, _ = request("r", checkpoint, 3, task="query", picture="tiny", reasoning=False, max_tokens=number)
+    bench.submit(submit, "tiny")
+    answer = bench.drain()["r"]
+    assert answer.reason == "length" and len(answer.ids) == number
+    assert bench.engine.pipeline.num_launched == number
+    bench.assert_baseline()
+
+
+def test_the_context_is_filled_to_its_last_position(make_bench, checkpoint):
+    bench = make_bench()
+    context = bench.engine.config.text.max_context
+    bench.engine.stepper.runner.suppress[:, bench.engine.config.tokenizer.eos_id] = True
+    submit, _ = request("r", checkpoint, 3, task="query", picture="none", reasoning=False, max_tokens=50)
+    submit.prompt_ids += [30] * (context - len(submit.prompt_ids) - 5)
+    bench.submit(submit)
+    answer = bench.drain()["r"]
+    assert answer.reason == "length" and len(answer.ids) == 5
+    submit.request_id = "full"
+    submit.prompt_ids += [30] * 5
+    bench.submit(submit)
+    end = bench.drain()["full"].end
+    assert isinstance(end, Failed) and end.code == "INVALID_ARG"
+    assert str(context) in end.message and "text_input" in end.message
+
+
+def test_a_row_is_reused_in_the_tick_after_its_release(make_bench, checkpoint):
+    """One row: every request takes it over from a zombie or a finished one, and nothing of the former owner is left."""
+    alone = {}
+    batch = [request(f"r{i}", checkpoint, 40 + i) for i in range(8)]
+    for submit, name in batch:
+        bench = make_bench(overlap=False)
+        bench.submit(submit, name)
+        alone |= {key: answer.told for key, answer in bench.drain().items()}
+    bench = make_bench(rows=1)
+    for submit, name in batch:
+        bench.submit(submit, name)
+    assert {key: answer.told for key, answer in bench.drain().items()} == alone
+
+
+def test_a_request_that_can_never_fit_fails_alone(make_bench, checkpoint):
+    bench = make_bench(pages=8)
+    good, name = request("good", checkpoint, 1, task="caption", max_tokens=4)
+    huge, _ = request("huge", checkpoint, 1, task="query", reasoning=False, max_tokens=500)
+    also, also_name = request("also", checkpoint, 2, task="caption", max_tokens=4)
+    for submit, picture_name in ((good, name), (huge, name), (also, also_name)):
+        bench.submit(submit, picture_name)
+    answers = bench.drain()
+    assert answers["huge"].reason == "INVALID_ARG" and str(8 * 16) in answers["huge"].end.message
+    assert isinstance(answers["good"].end, Done) and isinstance(answers["also"].end, Done)
+
+
+def test_a_full_waiting_list_refuses_at_once(make_bench, checkpoint):
+    bench = make_bench(rows=1, max_waiting=2)
+    for i in range(5):
+        bench.submit(*request(f"r{i}", checkpoint, i, task="caption"))
+    bench.tick()
+    refused = [key for key, answer in bench.answers.items() if isinstance(answer.end, Failed)]
+    assert refused == ["r2", "r3", "r4"]
+    assert all(bench.answers[key].reason == "UNAVAILABLE" for key in refused)
+    assert {key: a.reason for key, a in bench.drain().items() if key not in refused}.keys() == {"r0", "r1"}
+    bench.assert_baseline()
+
+
+def test_two_requests_with_one_new_picture_share_its_prefill(make_bench, checkpoint):
+    bench = make_bench()
+    for i in range(4):
+        bench.submit(*request(f"r{i}", checkpoint, i, picture="wide"))
+    answers = bench.drain()
+    assert bench.asked == ["r0"]
+    assert (bench.engine.cache.misses, bench.engine.cache.hits) == (1, 3)
+    prefix = bench.engine.config.prefix_len
+    assert [answers[f"r{i}"].end.usage.cached_tokens for i in range(4)] == [0, prefix, prefix, prefix]
+
+
+def test_the_next_one_is_asked_when_the_bringer_leaves(make_bench, checkpoint):
+    bench = make_bench()
+    bench.deliver = False
+    for i in range(3):
+        bench.submit(*request(f"r{i}", checkpoint, i, picture="wide"))
+    bench.tick()
+    assert bench.asked == ["r0"]
+    bench.cancel("r0")
+    bench.tick()
+    assert bench.asked == ["r0", "r1"]
+    bench.deliver = True
+    bench.bring("r1")
+    answers = bench.drain()
+    assert answers["r0"].reason == "cancelled"
+    assert isinstance(answers["r1"].end, Done) and isinstance(answers["r2"].end, Done)
+    bench.assert_baseline()
+
+
+def test_more_pictures_than_pages_asks_again_after_eviction(make_bench, checkpoint):
+    """A request that hoped for a cached prefix is asked for its picture once that prefix was evicted."""
+    bench = make_bench(pages=10, rows=2)
+    for i in range(40):
+        bench.submit(*request(f"r{i}", checkpoint, i, max_tokens=4, max_objects=1))
+    answers = bench.drain()
+    assert len(answers) == 40 and all(isinstance(a.end, Done) for a in answers.values())
+    assert bench.engine.cache.num_dropped > 3
+    bench.assert_baseline()
+
+
+def test_a_failing_step_fails_its_requests_and_the_loop_lives(make_bench, checkpoint, monkeypatch):
+    bench = make_bench(debug=False)
+    encode = bench.engine.stepper.runner.model.vision.encode
+
+    def broken(crops, tilings):
+        if len(crops) > 5:
+            raise RuntimeError("no such picture")
+        return encode(crops, tilings)
+
+    monkeypatch.setattr(bench.engine.stepper.runner.model.vision, "encode", broken)
+    running, name = request("running", checkpoint, 1, task="query", picture="tiny", reasoning=False, max_tokens=20)
+    bench.engine.stepper.runner.suppress[:, bench.engine.config.tokenizer.eos_id] = True
+    bench.submit(running, name)
+    for _ in range(5):
+        bench.tick()
+    for i in range(3):
+        bench.submit(*request(f"bad{i}", checkpoint, i, picture="tiles"))
+    answers = bench.drain()
+    assert {answers[f"bad{i}"].reason for i in range(3)} == {"INTERNAL"}
+    assert answers["running"].reason == "length" and len(answers["running"].ids) == 20
+    bench.submit(*request("after", checkpoint, 5, picture="tall", task="caption"))
+    assert isinstance(bench.drain()["after"].end, Done)
+    bench.assert_baseline()
+
+
+def test_deadlines_end_the_queued_and_the_running(make_bench, checkpoint):
+    bench = make_bench(rows=1)
+    bench.engine.stepper.runner.suppress[:, bench.engine.config.tokenizer.eos_id] = True
+    for key in ("running", "queued"):
+        submit, name = request(key, checkpoint, 1, task="query", reasoning=False, max_tokens=400, max_time_ms=150.0)
+        bench.submit(submit, name)
+    answers = bench.drain()
+    assert answers["running"].reason == answers["queued"].reason == "deadline"
+    assert 0 < len(answers["running"].ids) < 400 and not answers["queued"].ids
+    bench.assert_baseline()
+
+
+def test_a_client_that_goes_takes_its_requests_along(make_bench, checkpoint):
+    bench = make_bench(rows=2)
+    for i in range(6):
+        bench.submit(*request(f"r{i}", checkpoint, i))
+    for _ in range(3):
+        bench.tick()
+    bench.engine.drop_client(CLIENT)
+    bench.drain()
+    assert all(answer.end is not None for answer in bench.answers.values())
+    bench.assert_baseline()
+
+
+class OnePerPosition:
+    """A host grammar that allows exactly one id at each position, and another one for each request."""
+
+    def __init__(self, first: int) -> None:
+        self.legal = first
+        self.asked = 0
+
+    def fill(self, line: torch.Tensor) -> None:
+        self.asked += 1
+        line.zero_()
+        bit = 1 << (self.legal % 32)
+        line[self.legal // 32] = bit if bit < 2**31 else bit - 2**32
+
+    def advance(self, token: int) -> None:
+        assert token == self.legal, "another row's mask was applied, or a mask came late"
+        self.legal = 20 + (self.legal * 7 + 1) % 300
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_host_grammars_are_masked_by_their_own_state(make_bench, checkpoint, overlap):
+    """One legal id per position, mixed with free rows, joining and leaving each step; zombies are never asked."""
+    grammars: dict[str, OnePerPosition] = {}
+
+    def matcher_for(submit):
+        if submit.task == "query" and not submit.reasoning and submit.request_id.endswith("g"):
+            return grammars.setdefault(submit.request_id, OnePerPosition(20 + len(grammars) * 13))
+        return None
+
+    free = {}
+    bench = make_bench(overlap=False)
+    for i in range(6):
+        bench.submit(*request(f"r{i}", checkpoint, i))
+    free = {key: answer.told for key, answer in bench.drain().items()}
+    bench = make_bench(overlap=overlap, rows=5, matcher_for=matcher_for)
+    for i in range(6):
+        bench.submit(*request(f"r{i}", checkpoint, i))
+        bench.submit(*request(f"r{i}g", checkpoint, i, task="query", reasoning=False, max_tokens=3 + i))
+        bench.tick()
+    bench.cancel("r5g")
+    answers = bench.drain()
+    for key, told in free.items():
+        assert answers[key].told == told
+    for key, grammar in grammars.items():
+        expected, legal = [], 20 + list(grammars).index(key) * 13
+        for _ in answers[key].ids:
+            expected.append(legal)
+            legal = 20 + (legal * 7 + 1) % 300
+        assert answers[key].ids == expected
+        assert grammar.asked <= len(answers[key].ids) + 1
+    assert sum(len(answers[key].ids) for key in grammars) > 15
+    bench.assert_baseline()
+
+
+def test_a_grammar_without_a_legal_token_fails_its_request_only(make_bench, checkpoint):
+    class Dead(OnePerPosition):
+        def fill(self, line: torch.Tensor) -> None:
+            super().fill(line)
+            if self.asked > 2:
+                line.zero_()
+
+    bench = make_bench(matcher_for=lambda submit: Dead(30) if submit.request_id == "dead" else None)
+    bench.submit(*request("dead", checkpoint, 1, task="query", reasoning=False, max_tokens=20))
+    bench.submit(*request("good", checkpoint, 2, task="caption"))
+    answers = bench.drain()
+    assert answers["dead"].reason == "INTERNAL" and len(answers["dead"].ids) == 2
+    assert isinstance(answers["good"].end, Done)
+    bench.assert_baseline()
+
+
+def test_the_thread_answers_everything_and_stops(checkpoint):
+    done = threading.Semaphore(0)
+    bench = Bench(checkpoint, rows=4)
+    inner = bench._emit
+
+    def emit(client, messages):
+        inner(client, messages)
+        for message in messages:
+            if isinstance(message, Done | Failed):
+                done.release()
+
+    bench.engine._emit = emit
+    bench.engine.start()
+    for i in range(20):
+        bench.submit(*request(f"r{i}", checkpoint, i))
+    for _ in range(20):
+        assert done.acquire(timeout=60)
+    deadline = time.monotonic() + 10
+    while bench.engine.status().rows_in_use and time.monotonic() < deadline:
+        time.sleep(0.01)
+    status = bench.engine.status()
+    assert (status.submitted, status.running, status.rows_in_use) == (20, 0, 0)
+    assert status.steps_overlapped > 0
+    long, name = request("long", checkpoint, 1, task="query", reasoning=False, max_tokens=1900, temperature=1.2)
+    bench.submit(long, name)
+    bench.engine.stop()
+    assert bench.answers["long"].end is not None
+    assert bench.engine.failure is None
+
+
+def test_a_broken_tick_answers_everything_unavailable(checkpoint, monkeypatch):
+    bench = Bench(checkpoint, rows=2)
+    bench.deliver = False
+    for i in range(4):
+        bench.submit(*request(f"r{i}", checkpoint, i))
+    asked = threading.Event()
+    inner = bench.engine._emit
+
+    def emit(client, messages):
+        inner(client, messages)
+        if any(isinstance(m, NeedPicture) for m in messages):
+            asked.set()
+
+    bench.engine._emit = emit
+    bench.engine.start()
+    assert asked.wait(30)
+
+    def broken(step_index):
+        raise RuntimeError("bug")
+
+    monkeypatch.setattr(bench.engine.scheduler, "plan", broken)
+    bench.bring(bench.asked[0])
+    bench.engine._thread.join(30)
+    assert isinstance(bench.engine.failure, RuntimeError)
+    assert {answer.reason for answer in bench.answers.values()} == {"UNAVAILABLE"}
