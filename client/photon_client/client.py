@@ -19,8 +19,8 @@ class Client:
     """Asks a Photon server over gRPC. Threads may share one client.
 
     The methods return dicts keyed as Moondream's own client keys them, with `finish_reason` (stop, length, cancelled,
-    deadline), `usage`, and `reasoning` where it was asked for. With `stream=True` the task's key holds a `Stream` and is
-    the only one.
+    deadline), `usage`, and `reasoning` where it was asked for. With `stream=True` the task's key holds a `Stream` and
+    is the only one.
 
     `image` is a path, encoded bytes, a PIL image or a uint8 array [h, w(, 1, 3 or 4)]. `timeout` is in seconds, from
     the call to the end of the answer; None waits for ever. Options are keywords, named as in the tensor contract:

@@ -67,8 +67,8 @@ def from_rpc(error: grpc.RpcError, address: str, timeout: float | None) -> Photo
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return PhotonTimeout(f"no complete answer within {timeout} s; the request was cancelled")
     if status is grpc.StatusCode.UNAVAILABLE:
-        reason = details.rpartition("last error: ")[2]
-        return Unavailable(f"cannot reach the server at {address} ({reason})")
+        reason = details.rpartition(":")[2].strip(" ])")  # gRPC wraps the reason in the story of its attempts
+        return Unavailable(f"no connection to the server at {address}: {reason}")
     if status is grpc.StatusCode.CANCELLED:
         return Unavailable(f"the call to the server at {address} was cancelled: {details}")
     if status is grpc.StatusCode.RESOURCE_EXHAUSTED:

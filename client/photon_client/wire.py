@@ -137,7 +137,6 @@ def _string(result: InferResult, name: str) -> str | None:
 
 def _rows(result: InferResult, name: str, keys: tuple[str, ...]) -> list[dict[str, float]]:
     array = result.as_numpy(name)
-    # Triton flattens the shape of an output without elements to [0].
     return [] if array is None else [dict(zip(keys, row, strict=True)) for row in array.reshape(-1, len(keys)).tolist()]
 
 
