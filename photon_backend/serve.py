@@ -15,6 +15,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +29,7 @@ from photon_backend.config import TINY_CHECKPOINT
 from photon_backend.layout import LaunchError, Layout
 
 EXIT_SECONDS = 5  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
+NOISE = (b"CudaDriverHelper has not been initialized", b"Signal (15) received")  # no GPU; our own SIGTERM
 LOG_LEVELS = ("error", "warning", "info", "verbose")
 
 
@@ -180,13 +182,12 @@ def _start_triton(
         # Triton itself needs no GPU memory, and no metrics library for it
         "--pinned-memory-pool-byte-size=0",
         "--allow-gpu-metrics=false",
-        "--enable-peer-access=false",
         f"--log-warning={str(level >= 1).lower()}",
         f"--log-info={str(level >= 2).lower()}",
         f"--log-verbose={int(level >= 3)}",
     ]
     libraries = f"{layout.triton_libraries()}:{private.libraries}"
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, "-m", "photon_backend.processes", str(os.getpid()), *command],
         env={
             **os.environ,
@@ -195,11 +196,22 @@ def _start_triton(
             "LD_LIBRARY_PATH": ":".join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")])),
         },
         pass_fds=[private.lock_fd],
-        stdout=output,
-        stderr=output,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches the launcher only, which ends the rest in order
     )
+    threading.Thread(target=_relay, args=(process.stdout, output), name="log", daemon=True).start()
+    return process
+
+
+def _relay(lines: IO[bytes], output: IO[bytes] | None) -> None:
+    """Copies what the processes print, without Triton's lines that mean nothing here."""
+    sink = output or sys.stderr.buffer
+    for line in lines:
+        if not any(noise in line for noise in NOISE):
+            sink.write(line)
+            sink.flush()
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

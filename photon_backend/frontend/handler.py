@@ -115,7 +115,12 @@ class Handler:
         for _, messages in self._link.receive():
             self._feed(messages)
         for peer in self._link.tend():
-            log.warning("engine %d is gone; %d requests end", peer.index, peer.load)
+            log.log(
+                logging.WARNING if peer.load else logging.INFO,
+                "engine %d is gone with %d requests",
+                peer.index,
+                peer.load,
+            )
             self._fail_all(PhotonError("UNAVAILABLE", "The engine went away; it is being restarted, try again."), peer)
         if any(peer.up for peer in self._link.peers):
             self._connected.set()
@@ -228,11 +233,12 @@ class Handler:
             request.cancel_sent = True
             request.peer.send([Cancel(request_id)])
 
-    def _fail_all(self, error: PhotonError, peer: EnginePeer | None = None) -> None:
-        """Ends every open request, or those of one engine."""
+    def _fail_all(self, error: PhotonError, lost: EnginePeer | None = None) -> None:
+        """Ends every open request, or those of an engine that is lost and needs no Cancel."""
         for request_id, request in list(self._open.items()):
-            if peer is None or request.peer is peer:
-                self._cancel(request_id, request)
+            if lost is None or request.peer is lost:
+                if lost is None:
+                    self._cancel(request_id, request)
                 self._respond(request_id, request, _failure(error))
 
     def _refuse_inbox(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import doors
 import pytest
 import tritonclient.grpc as triton
-from doors import wait_until
+from doors import idle, wait_until
 
 from photon_backend.serve import Server
 
@@ -28,11 +28,6 @@ def mixed_request(number: int, pictures: list[bytes]) -> dict[str, Any]:
     if task == "query":
         request["text_input"] = f"What is number {number % 7}?"
     return request | {"max_tokens": 10, "temperature": 0.8, "top_p": 0.9, "seed": number}
-
-
-def idle(server: Server) -> bool:
-    status = doors.status(server)
-    return status["running"] + status["waiting"] + status["rows_in_use"] == 0
 
 
 def test_each_gets_the_answer_of_its_own_picture(server: Server, pictures: list[bytes]) -> None:

@@ -1,0 +1,160 @@
+"""Whatever process dies, nobody waits for ever and nothing stays behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import doors
+import pytest
+from doors import Answer, ServerError, wait_until
+
+from photon_backend import layout
+from photon_backend.serve import Server
+
+ENDLESS: dict[str, Any] = {"task": "caption", "max_tokens": 700, "temperature": 0}
+GOOD: dict[str, Any] = {"task": "caption", "max_tokens": 3, "temperature": 0}
+
+
+def test_killed_engine(own_server: Server, pictures: list[bytes]) -> None:
+    """kill -9: open requests end within 2 s, the engine comes back by itself, the next request is answered. Twice."""
+    for round_ in (1, 2):
+        with ThreadPoolExecutor(16) as threads:
+            asked = [
+                threads.submit(ask, own_server, name, {**ENDLESS, "image": picture})
+                for name, picture in zip(list(doors.DOORS) * 3, pictures, strict=False)
+            ]
+            wait_until(lambda: doors.status(own_server)["running"] == len(asked), 30, "all requests running")
+            os.kill(doors.status(own_server)["pid"], signal.SIGKILL)
+            killed = time.monotonic()
+            for future in asked:
+                assert "[UNAVAILABLE]" in str(future.result(timeout=30)), future.result()
+            assert time.monotonic() - killed < 2
+        wait_until(lambda: not own_server.is_ready(), 5, "photon unloaded")
+        wait_until(lambda: own_server.is_ready() and own_server.is_ready("photon_unary"), 60, "loaded again")
+        for door in doors.DOORS.values():
+            assert door(own_server, image=pictures[0], **GOOD).finish_reason == "length"
+        assert doors.status(own_server)["restarts"] == round_
+
+
+def test_silent_engine(own_server: Server, pictures: list[bytes]) -> None:
+    """An engine that hangs counts as dead after some seconds without a heartbeat, and is replaced."""
+    before = doors.status(own_server)["pid"]
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, own_server, "grpc_stream", {**ENDLESS, "image": pictures[0]})
+        wait_until(lambda: doors.status(own_server)["running"] == 1, 30, "running")
+        os.kill(before, signal.SIGSTOP)
+        assert "[UNAVAILABLE]" in str(asked.result(timeout=30))
+    wait_until(lambda: not own_server.is_ready(), 10, "photon unloaded")
+    wait_until(own_server.is_ready, 60, "loaded again")
+    assert doors.status(own_server)["pid"] != before and not alive(before)
+
+
+def test_sigterm_leaves_nothing(launcher: subprocess.Popen[str]) -> None:
+    directory, processes = belongings(launcher)
+    launcher.send_signal(signal.SIGTERM)
+    assert launcher.wait(20) == 0
+    assert not directory.exists() and regions(directory) == []
+    assert [process for process in processes if alive(process)] == []
+
+
+def test_killed_launcher_leaves_no_process(launcher: subprocess.Popen[str]) -> None:
+    """What it leaves on disk is removed by the next start."""
+    directory, processes = belongings(launcher)
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not any(map(alive, processes)), 20, "all processes gone")
+    assert directory.exists()
+    assert directory in layout.remove_leftovers()
+    assert not directory.exists() and regions(directory) == []
+
+
+def test_killed_tritonserver(launcher: subprocess.Popen[str]) -> None:
+    """The launcher says so, ends with a failure, and takes everything along."""
+    directory, processes = belongings(launcher)
+    os.kill(children(launcher.pid)[0], signal.SIGKILL)
+    assert launcher.wait(20) == 1
+    assert "tritonserver ended" in launcher.stderr.read()  # type: ignore[union-attr]
+    wait_until(lambda: not any(map(alive, processes)), 10, "all processes gone")
+    assert not directory.exists() and regions(directory) == []
+
+
+def test_directory_of_a_running_server_is_not_removed(server: Server) -> None:
+    assert server.layout.directory not in layout.remove_leftovers()
+    assert server.layout.run_dir.stat().st_mode & 0o777 == 0o700
+    assert server.layout.directory.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.fixture
+def launcher(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
+    """`python -m photon_backend.serve` in a process of its own, ready."""
+    ports = {name: str(layout.free_port("127.0.0.1")) for name in ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "photon_backend.serve", "--checkpoint", str(checkpoint), "--front-ends", "1"],
+        env={**os.environ, **ports},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        line = process.stdout.readline()  # type: ignore[union-attr]
+        assert "Photon is ready" in line and ports["HTTP_PORT"] in line, process.stderr.read()  # type: ignore[union-attr]
+        yield process
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+def ask(server: Server, door: str, request: dict[str, Any]) -> Answer | ServerError:
+    try:
+        return doors.DOORS[door](server, **request)
+    except ServerError as error:
+        return error
+
+
+def belongings(launcher: subprocess.Popen[str]) -> tuple[Path, list[int]]:
+    """Private directory and all descendants of a launcher: tritonserver, 3 stubs, the engine."""
+    processes = descendants(launcher.pid)
+    assert len(processes) == 5
+    owners = Path(tempfile.gettempdir()).glob(f"{layout.PREFIX}*/owner")
+    inode = os.stat(
+        next(
+            f"/proc/{processes[0]}/fd/{fd}"
+            for fd in os.listdir(f"/proc/{processes[0]}/fd")
+            if os.readlink(f"/proc/{processes[0]}/fd/{fd}").endswith("/owner")
+        )
+    ).st_ino
+    directory = next(owner.parent for owner in owners if owner.stat().st_ino == inode)
+    assert regions(directory) != []
+    return directory, processes
+
+
+def regions(directory: Path) -> list[Path]:
+    """Shared memory of a server."""
+    return list(layout.SHM.glob(f"{directory.name}*"))
+
+
+def children(process: int) -> list[int]:
+    tasks = Path(f"/proc/{process}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
+def descendants(process: int) -> list[int]:
+    own = children(process)
+    return own + [deeper for child in own for deeper in descendants(child)]
+
+
+def alive(process: int) -> bool:
+    """Running: a zombie that nobody has waited for is not."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
