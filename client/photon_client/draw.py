@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 from PIL import Image, ImageDraw, ImageFont
 
@@ -12,6 +13,7 @@ from photon_client.images import ImageLike, displayed_image
 COLOURS = ("#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 MIN_SIDE = 480  # px; a smaller picture is enlarged by a whole factor, or its labels could not be read
 
+Box = tuple[float, float, float, float]  # left, top, right, bottom in pixels
 Objects = Sequence[Mapping[str, float]]
 
 
@@ -26,18 +28,14 @@ def annotate(image: ImageLike, objects: Objects = (), points: Objects = (), labe
     factor = -(-MIN_SIDE // max(picture.size)) if max(picture.size) < MIN_SIDE else 1
     picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     pen = _Pen(picture)
-    numbered = len(objects) + len(points) > 1
-    for number, box in enumerate(objects):
-        pen.box(box, COLOURS[number % len(COLOURS)])
-    for number, point in enumerate(points):
-        pen.point(point, COLOURS[number % len(COLOURS)])
-    # Labels last, so that no line crosses one.
-    anchors = [(box["x_min"], box["y_min"]) for box in objects] + [(point["x"], point["y"]) for point in points]
-    for number, anchor in enumerate(anchors):
-        colour = COLOURS[(number if number < len(objects) else number - len(objects)) % len(COLOURS)]
-        text = f"{label} {number + 1}".strip() if numbered else label
-        pen.label(anchor, " ".join(text.split()), colour)
+    anchors = [pen.box(box, colour) for box, colour in zip(objects, cycle(COLOURS), strict=False)]
+    anchors += [pen.point(point, colour) for point, colour in zip(points, cycle(COLOURS), strict=False)]
+    for number, anchor in enumerate(anchors, 1):  # after all lines, so that none crosses a label
+        pen.label(f"{label} {number}" if len(anchors) > 1 else label, *anchor)
     return picture
+
+
+Anchor = tuple[float, float, float, str]  # x, y of a thing, the distance its label keeps (all in pixels), its colour
 
 
 class _Pen:
@@ -46,6 +44,7 @@ class _Pen:
     def __init__(self, picture: Image.Image) -> None:
         self.size = picture.size
         self.draw = ImageDraw.Draw(picture)
+        self.labels: list[Box] = []  # drawn so far
         side = max(picture.size)
         self.line = max(2, round(side / 250))
         self.font = ImageFont.load_default(max(13, round(side / 45)))
@@ -54,26 +53,38 @@ class _Pen:
         width, height = self.size
         return min(max(x, 0.0), 1.0) * (width - 1), min(max(y, 0.0), 1.0) * (height - 1)
 
-    def box(self, box: Mapping[str, float], colour: str) -> None:
+    def box(self, box: Mapping[str, float], colour: str) -> Anchor:
         corners = [self.pixel(box["x_min"], box["y_min"]), self.pixel(box["x_max"], box["y_max"])]
         self.draw.rectangle(corners, outline="white", width=self.line + 2)
         self.draw.rectangle(corners, outline=colour, width=self.line)
+        return (*corners[0], 0.0, colour)
 
-    def point(self, point: Mapping[str, float], colour: str) -> None:
+    def point(self, point: Mapping[str, float], colour: str) -> Anchor:
         centre, radius = self.pixel(point["x"], point["y"]), self.line * 2.5
         self.draw.circle(centre, radius, fill=colour, outline="white", width=max(1, self.line // 2))
+        return (*centre, radius + 2, colour)
 
-    def label(self, anchor: tuple[float, float], text: str, colour: str) -> None:
-        """Text on a filled box, above the anchor where there is room, else below it; never outside the picture."""
+    def label(self, text: str, x: float, y: float, gap: float, colour: str) -> None:
+        """Text on a filled box, above its anchor where there is room, else below, and lower where another label is."""
+        text = " ".join(text.split())
         if not text:
             return
-        x, y = self.pixel(*anchor)
         left, top, right, bottom = self.draw.textbbox((0, 0), text, font=self.font)
-        width, height, gap = right - left + 6, bottom - top + 6, self.line * 3
+        width, height = right - left + 6, bottom - top + 6
         x = max(0.0, min(x, self.size[0] - width))
-        y = y - height - gap if y >= height + gap else min(y + gap, self.size[1] - height)
-        self.draw.rectangle([x, y, x + width, y + height], fill=colour)
+        y = y - height - gap if y >= height + gap else y + gap
+        while y + height < self.size[1] and any(
+            _overlap((x, y, x + width, y + height), other) for other in self.labels
+        ):
+            y += height
+        y = max(0.0, min(y, self.size[1] - height))
+        self.labels.append((x, y, x + width, y + height))
+        self.draw.rectangle(self.labels[-1], fill=colour)
         self.draw.text((x + 3 - left, y + 3 - top), text, font=self.font, fill=_ink(colour))
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
 
 
 def _ink(colour: str) -> str:
