@@ -49,8 +49,8 @@ class Engine:
     ) -> None:
         """Loads the checkpoint. `emit(client, messages)` is called on the engine thread and must not block.
 
-        Raises FileNotFoundError or ValueError when the checkpoint cannot be loaded. `delay` is for tests: it is called
-        before each closure of a host stream. `matcher_for` gives the host grammar of a request, if it has one.
+        Raises FileNotFoundError or ValueError when the checkpoint cannot be loaded. `delay` is for tests, see
+        streams.py. `matcher_for` gives the host grammar of a request, if it has one.
         """
         self.settings = settings
         device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)

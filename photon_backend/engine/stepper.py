@@ -27,7 +27,7 @@ class Stepper:
     def __init__(
         self, model: Moondream, settings: Settings, num_pages: int, delay: Callable[[str], None] | None = None
     ) -> None:
-        """`delay` is called before each closure of a host stream; tests sleep there."""
+        """`delay`: see streams.py."""
         table = model.text.wte
         cache = KVCache(model.config.text, num_pages, settings.page_size, table.device, table.dtype)
         self.debug = settings.debug

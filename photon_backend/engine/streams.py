@@ -2,8 +2,10 @@
 
 A host stream is one worker thread that runs queued closures in order; an event is a future that the stream completes
 when it reaches it. torch releases the GIL inside its operations, so overlap on a CPU is real, and so is its danger:
-work that reads a buffer without waiting for the event that fills it reads garbage here as it would on a GPU. Tests
-delay any stream at any closure (`delay`) to make such a fault show.
+work that reads a buffer without waiting for the event that fills it reads garbage here as it would on a GPU.
+
+`delay(name)` is called before each closure, on a GPU with the stream current. Tests sleep there (`torch.cuda._sleep` on
+a GPU) to make a missing wait show.
 
 Errors: a closure that raises skips the rest of the stream's work up to the next `record`, and that event carries the
 exception to whoever waits for it, stream or host. So a fault belongs to the step in which it happened, and to it alone.
@@ -14,7 +16,6 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -55,8 +56,6 @@ class HostEvent:
 
 
 class HostStream:
-    """`delay(name)` is called by the worker before each closure; tests sleep there."""
-
     def __init__(self, name: str, delay: Callable[[str], None] | None = None) -> None:
         self.name = name
         self._delay = delay
@@ -114,9 +113,11 @@ class CudaEvent:
 
 
 class CudaStream:
-    """Work is issued at once, from the caller's thread; the GPU runs it in order."""
+    """Work is issued at once, on the caller's thread; the GPU runs it in order."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, name: str, delay: Callable[[str], None] | None = None) -> None:
+        self.name = name
+        self._delay = delay
         self._stream = torch.cuda.Stream(device)
         self._error: BaseException | None = None
 
@@ -124,7 +125,9 @@ class CudaStream:
         if self._error is not None:
             return
         try:
-            with self._current():
+            with torch.cuda.stream(self._stream):
+                if self._delay is not None:
+                    self._delay(self.name)
                 work(*args)
         except BaseException as error:  # carried by the next event
             self._error = error
@@ -143,12 +146,9 @@ class CudaStream:
     def close(self) -> None:
         self._stream.synchronize()
 
-    def _current(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
-
 
 def make_streams(device: torch.device, delay: Callable[[str], None] | None = None) -> tuple[Stream, Stream]:
-    """(compute, copy) streams of a device. `delay` is for host streams only."""
+    """(compute, copy) streams of a device."""
     if device.type == "cuda":
-        return CudaStream(device), CudaStream(device)
+        return CudaStream(device, "compute", delay), CudaStream(device, "copy", delay)
     return HostStream("compute", delay), HostStream("copy", delay)

@@ -1,0 +1,93 @@
+"""The engine on a GPU: the same tokens as on a CPU, blocking or overlapped, whatever stream is late."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from harness import Bench, request
+from tiny_checkpoint import write_checkpoint
+
+NUMBER = 24
+CYCLES = 3_000_000  # about 1.5 ms
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory)
+    return directory
+
+
+@contextlib.contextmanager
+def bench_on(checkpoint: Path, device: str, **settings) -> Iterator[Bench]:
+    bench = Bench(checkpoint, device=device, **settings)
+    yield bench
+    bench.close()
+
+
+def told_by(checkpoint: Path, device: str, number: int = NUMBER, **settings) -> dict:
+    with bench_on(checkpoint, device, **settings) as bench:
+        for i in range(number):
+            bench.submit(*request(f"r{i}", checkpoint, i))
+        told = {key: answer.told for key, answer in bench.drain().items()}
+        bench.assert_baseline()
+    return told
+
+
+@pytest.fixture(scope="module")
+def on_cpu(checkpoint: Path) -> dict:
+    return told_by(checkpoint, "cpu", overlap=False)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("debug", [True, False])
+def test_tokens_equal_those_of_the_cpu(checkpoint, on_cpu, overlap, debug):
+    assert told_by(checkpoint, "cuda", overlap=overlap, debug=debug) == on_cpu
+
+
+@pytest.mark.parametrize("lag", ["compute", "copy"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_late_stream_changes_nothing(checkpoint, on_cpu, lag, overlap):
+    def delay(stream: str) -> None:
+        if stream == lag:
+            torch.cuda._sleep(CYCLES)
+
+    assert told_by(checkpoint, "cuda", overlap=overlap, debug=False, delay=delay) == on_cpu
+
+
+@pytest.mark.parametrize("pages", [9, 16])
+def test_a_small_pool_changes_nothing(checkpoint, on_cpu, pages):
+    assert told_by(checkpoint, "cuda", pages=pages) == on_cpu
+
+
+def test_a_removed_wait_is_seen(checkpoint, on_cpu, monkeypatch):
+    """With the copy late and the host's wait for it taken out, the commit reads poison or another step's tokens."""
+    monkeypatch.setattr("photon_backend.engine.streams.CudaEvent.wait", lambda event: None)
+    with bench_on(checkpoint, "cuda", debug=False, delay=lambda s: torch.cuda._sleep(CYCLES * (s == "copy"))) as bench:
+        for i in range(4):
+            bench.submit(*request(f"r{i}", checkpoint, i))
+        told = {key: answer.told for key, answer in bench.drain().items()}
+    assert told != {key: on_cpu[key] for key in told}
+
+
+def test_bfloat16_overlap_equals_blocking_one_at_a_time(checkpoint):
+    """In bfloat16 another batch rounds elsewhere, so the two are compared request by request."""
+    for i in range(8):
+        told = []
+        for overlap in (True, False):
+            with bench_on(checkpoint, "cuda", dtype="bfloat16", overlap=overlap) as bench:
+                bench.submit(*request("r", checkpoint, i))
+                told.append(bench.drain()["r"].told)
+        assert told[0] == told[1]
+
+
+def test_pages_by_memory(checkpoint):
+    """Without a number of pages the cache takes a share of the GPU's memory and the engine runs."""
+    with bench_on(checkpoint, "cuda", pages=0, rows=4) as bench:
+        bench.submit(*request("r", checkpoint, 1))
+        assert bench.drain()["r"].end is not None
+        assert bench.engine.pool.num_pages >= 4 * 128
