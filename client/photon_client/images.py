@@ -80,7 +80,8 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    if image.mode.startswith("I"):  # 16 bits a pixel; Pillow's own conversion cuts at 255
-        pixels = np.asarray(image, dtype=np.int64)
-        return Image.fromarray(np.clip(pixels // 257, 0, 255).astype(np.uint8)).convert("RGB")
+    if image.mode == "F" or image.mode.startswith("I"):  # wider than 8 bits, where Pillow's own conversion cuts at 255
+        pixels = np.asarray(image).astype(np.float64)
+        brightest = 65535 if image.mode != "F" else 255 if pixels.max() > 1 else 1
+        return Image.fromarray(np.clip(pixels * (255 / brightest), 0, 255).astype(np.uint8)).convert("RGB")
     return image.convert("RGB")
