@@ -1,7 +1,9 @@
 """Drawing token ids.
 
 A sample depends on its logits, its options, its seed and its position, and on nothing else: not on the batch, the row
-or the overlap. So the random number is a hash of (seed, position), not the state of a generator.
+or the overlap. So the random number is a hash of (seed, position, id), not the state of a generator, and a token is
+drawn by the Gumbel trick: argmax of logit / temperature + noise(id) over the ids that top-p and top-k keep. That needs
+no sorted order, only the set that is kept, so a kernel that never sorts gives the same token.
 """
 
 from __future__ import annotations
@@ -9,39 +11,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def uniform(seed: Tensor, position: Tensor) -> Tensor:
-    """float64 [B] in [0, 1) from int64 [B] seeds and positions: SplitMix64 (Steele, Lea, Flood 2014), ints wrap."""
-    x = seed + (position + 1) * -7046029254386353131  # 0x9E3779B97F4A7C15
-    x = (x ^ _shift(x, 30)) * -4658895280553007687  # 0xBF58476D1CE4E5B9
-    x = (x ^ _shift(x, 27)) * -7723592293110705685  # 0x94D049BB133111EB
-    x = x ^ _shift(x, 31)
-    return _shift(x, 11).double() * 2.0**-53
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64, which torch's `>>` is not."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+WORD = 0xFFFFFFFF  # int64 arithmetic on 32-bit words
 
 
 def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, position: Tensor) -> Tensor:
     """One id per row.
 
     logits float32 [B, V]; temperature, top_p float32 [B]; top_k (0: all), seed, position int64 [B] -> int64 [B].
-    Top-p as the reference: a token stays while the probability of those before it is at most top_p. Temperature 0 is
-    argmax. Rows without a legal token (all minus infinity) are the caller's fault.
+    Temperature 0 is argmax. A row without a legal token (all minus infinity) is the caller's fault.
     """
-    greedy = logits.argmax(-1)
-    probabilities = torch.softmax(logits / temperature.clamp(min=1e-5)[:, None], -1)
-    ranked, ids = probabilities.sort(dim=-1, descending=True, stable=True)
+    scaled = logits / temperature.clamp(min=1e-5)[:, None]
+    kept = kept_ids(torch.softmax(scaled, -1), top_p, top_k)
+    noisy = (scaled + gumbel(seed, position, logits.shape[-1])).masked_fill(~kept, float("-inf"))
+    return torch.where(temperature == 0, logits.argmax(-1), noisy.argmax(-1))
+
+
+def kept_ids(probabilities: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:
+    """bool [B, V]: as the reference, an id stays while the probability of those before it is at most top_p.
+
+    Ids of one probability stay or go together, which is all that differs from a sort.
+    """
+    ranked = probabilities.sort(dim=-1, descending=True).values
     before = ranked.cumsum(-1) - ranked
-    rank = torch.arange(logits.shape[-1], device=logits.device)
-    kept = (before <= top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
-    cumulative = torch.where(kept, ranked, 0.0).double().cumsum(-1)
-    threshold = uniform(seed, position)[:, None] * cumulative[:, -1:]
-    choice = (cumulative <= threshold).sum(-1, keepdim=True)
-    choice = torch.minimum(choice, kept.sum(-1, keepdim=True) - 1)
-    return torch.where(temperature == 0, greedy, ids.gather(-1, choice)[:, 0])
+    rank = torch.arange(ranked.shape[-1], device=ranked.device)
+    stays = (before <= top_p[:, None]) & ((rank < top_k[:, None]) | (top_k[:, None] == 0))
+    least = ranked.gather(-1, stays.sum(-1, keepdim=True) - 1)
+    return probabilities >= least
+
+
+def gumbel(seed: Tensor, position: Tensor, vocabulary: int) -> Tensor:
+    """float32 [B, V] of standard Gumbel noise: -log(-log(u)) with 24-bit u from a hash of (seed, position, id)."""
+    key = _mix(_mix(seed & WORD) ^ (seed >> 32 & WORD)) ^ _mix(position & WORD)
+    ids = torch.arange(vocabulary, device=seed.device)
+    word = _mix(_mix(key)[:, None] ^ _mix(ids))
+    uniform = ((word >> 8).float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3 (Appleby, public domain) on 32-bit words, after a step that moves 0."""
+    x = (x + 0x9E3779B9) & WORD
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & WORD
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & WORD
+    return x ^ (x >> 16)
 
 
 def apply_bitmask(logits: Tensor, mask: Tensor) -> Tensor:
