@@ -61,8 +61,8 @@ def make_batch(encoder: Encoder, scene_seeds: Sequence[int], question_len: int) 
 
     globals uint8 [B, side, side, 3], tiles uint8 [tiles, side, side, 3], tile_picture and tile_kind int64 [tiles] (the
     second counts the tiles of all tilings of `tilings_of` through); ids, positions int64 and segments uint8 [B, Q],
-    sees_picture bool [B, Q], values float32 [B, Q, 2]; token_place and token int64, coord_place int64 and coord float32,
-    size_place int64 [n] and size float32 [n, 2], both in bins; and the cell targets of `_cells`.
+    sees_picture bool [B, Q], values float32 [B, Q, 2]; token_place and token int64, coord_place int64 and coord
+    float32, size_place int64 [n] and size float32 [n, 2], both in bins; and the cell targets of `_cells`.
     """
     rows, crops, tilings, cells = [], [], [], []
     for seed in scene_seeds:
@@ -93,10 +93,12 @@ def _row(encoder: Encoder, scene: Scene, question_len: int) -> dict[str, np.ndar
             misses += 1
             continue
         segment += 1
-        _write(row, slice(used, end), spelling)
+        _write(row, used, spelling)
         row["segments"][used:end] = segment
         row["sees_picture"][used:end] = question.picture
-        row["positions"][used:end] = np.arange(end - used) + (prefix_len if question.picture else 0)
+        row["positions"][used:end] = (
+            range(prefix_len, prefix_len + end - used) if question.picture else range(end - used)
+        )
         used = end
     return row
 
@@ -114,12 +116,13 @@ def _empty_row(question_len: int) -> dict[str, np.ndarray]:
     }
 
 
-def _write(row: dict[str, np.ndarray], where: slice, spelling: Spelling) -> None:
-    row["ids"][where] = spelling.ids
-    row["values"][where] = spelling.values
-    row["token"][where] = spelling.tokens
-    row["coord"][where] = spelling.coords
-    row["size"][where] = spelling.sizes
+def _write(row: dict[str, np.ndarray], start: int, spelling: Spelling) -> None:
+    end = start + len(spelling.ids)
+    row["ids"][start:end] = spelling.ids
+    row["token"][start:end] = spelling.tokens
+    for name, wanted in (("values", spelling.values), ("coord", spelling.coords), ("size", spelling.sizes)):
+        for place, value in wanted.items():
+            row[name][start + place] = value
 
 
 def _with_places(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
-from photon_backend.tiny.scenes import Printed, Scene
-from photon_backend.tiny.words import NUMBERS, listing, mention, plural, position, sentence, with_article
+import re
+from collections.abc import Iterator
+
+from photon_backend.tiny.scenes import Item, Printed, Scene
+from photon_backend.tiny.words import (
+    NUMBERS,
+    listing,
+    mention,
+    name,
+    plural,
+    position,
+    positions_near,
+    sentence,
+    with_article,
+)
 
 LENGTHS = ("short", "normal", "long")
 
@@ -40,9 +53,7 @@ def _long(scene: Scene) -> str:
     count = len(scene.items)
     noun = "object" if count == 1 else "objects"
     text = f"The picture shows {NUMBERS[count]} {noun} on {background(scene)}"
-    parts = [
-        f"{with_article(f'{item.size} {item.color} {item.kind}')} {position(item.center)}" for item in scene.items
-    ]
+    parts = [f"{with_article(f'{item.size} {item.color} {item.kind}')} {position(item.center)}" for item in scene.items]
     text += f": {listing(parts)}." if parts else "."
     if scene.printed:
         return f"{text} {_written(scene.printed)}"
@@ -55,3 +66,28 @@ def _written(printed: Printed) -> str:
 
 def background(scene: Scene) -> str:
     return f"a {scene.style} {scene.tone} background"
+
+
+def is_true(text: str, scene: Scene, length: str) -> bool:
+    """Whether a caption says all that it should and nothing else: in any order, near a border any position."""
+    said = _parts(text)
+    for part in _parts(caption(scene, length)):
+        allowed = [part, *_nearby(part, scene)]
+        found = next((candidate for candidate in allowed if candidate in said), None)
+        if found is None:
+            return False
+        said.remove(found)
+    return not said
+
+
+def _parts(text: str) -> list[str]:
+    return [part[0].lower() + part[1:] for part in re.split(r", | and |: |\. |\.$", text) if part]
+
+
+def _nearby(part: str, scene: Scene) -> Iterator[str]:
+    """The same part with the other positions that a thing so near a border may be said to have."""
+    things: list[Item | Printed] = [*scene.items, *([scene.printed] if scene.printed else [])]
+    for thing in things:
+        true = position(thing.center)
+        if name(thing) in part and part.endswith(true):
+            yield from (part.removesuffix(true) + other for other in positions_near(thing.center))

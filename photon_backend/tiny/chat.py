@@ -8,7 +8,8 @@ from photon_backend.tiny.question import Question, typed
 from photon_backend.tiny.scenes import COLORS, KINDS
 from photon_backend.tiny.words import listing, plural
 
-DIGITS = "zero one two three four five six seven eight nine ten".split()
+_DIGITS = "zero one two three four five six seven eight nine ten"
+DIGITS = tuple(_DIGITS.split())
 TALK = (
     (("Hello", "Hi", "Good morning", "Hey", "Hello there"), "Hello! Show me a picture of shapes."),
     (("Who are you?", "What are you?", "What is your name?"), "I am a small model that looks at pictures of shapes."),

@@ -114,35 +114,41 @@ def background(rng: random.Random, width: int, height: int, tone: str, style: st
     """uint8 [height, width, 3]."""
     low, high = TONE_RANGES[tone]
     base = rng.randint(low, high)
+    tint = [rng.randint(-5, 5) for _ in range(3)]
+    canvas = np.empty((height, width, 3), np.uint8)
     if style == "plain":
-        field = np.full((height, width), base, np.float32)
-    elif style == "noisy":
-        field = _noise(rng, width, height, base)
-    else:
-        field = _wave(rng, width, height, base, tone, style)
-    tint = np.array([rng.uniform(-5, 5) for _ in range(3)], np.float32)
-    return np.clip(field[:, :, None] + tint, 0, 255).astype(np.uint8)
+        canvas[:] = [min(255, max(0, base + shade)) for shade in tint]
+        return canvas
+    shades = _noise(rng, width, height, base) if style == "noisy" else _wave(rng, width, height, base, tone, style)
+    for channel in range(3):
+        np.clip(shades + np.int16(tint[channel]), 0, 255, out=canvas[:, :, channel], casting="unsafe")
+    return canvas
 
 
 def _noise(rng: random.Random, width: int, height: int, base: int) -> np.ndarray:
-    """Grains about two pixels wide, visible after resizing."""
+    """int16 [height, width]. Grains about two pixels wide, visible after resizing."""
     grain = max(2, min(width, height) // 64)
     numbers = np.random.default_rng(rng.getrandbits(63))
     shape = (height // grain + 1, width // grain + 1)
-    noise = numbers.uniform(-1, 1, shape).astype(np.float32) * rng.uniform(22, 40)
-    return base + noise.repeat(grain, 0).repeat(grain, 1)[:height, :width]
+    swing = rng.randint(22, 40)
+    noise = numbers.integers(base - swing, base + swing + 1, shape, np.int16)
+    return noise.repeat(grain, 0).repeat(grain, 1)[:height, :width]
 
 
 def _wave(rng: random.Random, width: int, height: int, base: int, tone: str, style: str) -> np.ndarray:
-    """A gradient from one side to the other, or stripes of two shades, at one of four angles."""
+    """int16 [height, width]. A gradient from side to side, or stripes of two shades, at one of four angles."""
     step_x, step_y = rng.choice(((1, 0), (0, 1), (1, 1), (1, -1)))
     along = np.arange(width)[None, :] * step_x + np.arange(height)[:, None] * step_y
-    swing = -rng.uniform(35, 60) if tone == "white" else rng.uniform(35, 60)
+    along -= min(0, (height - 1) * step_y)  # starts at 0
+    length = (width - 1) * step_x + (height - 1) * abs(step_y)
+    swing = rng.randint(35, 60) * (-1 if tone == "white" else 1)
     if style == "striped":
         period = max(8, int(rng.uniform(0.09, 0.2) * min(width, height)))
-        return base + np.where(along // (period // 2) % 2 == 0, 0, swing * 0.7).astype(np.float32)
-    along = (along - along.min()) / np.ptp(along)
-    return base + (along if rng.random() < 0.5 else 1 - along).astype(np.float32) * swing
+        shades = [base + (0 if step // (period // 2) % 2 == 0 else int(swing * 0.7)) for step in range(length + 1)]
+    else:
+        shades = [base + swing * step // length for step in range(length + 1)]
+        shades = shades if rng.random() < 0.5 else shades[::-1]
+    return np.array(shades, np.int16)[along]
 
 
 def finish(rng: random.Random, canvas: np.ndarray) -> np.ndarray:

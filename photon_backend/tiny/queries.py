@@ -6,6 +6,29 @@ from __future__ import annotations
 import random
 
 from photon_backend.tiny.captions import background, caption
+from photon_backend.tiny.phrasings import (
+    ALL_COLORS,
+    ALL_KINDS,
+    ANY_TEXT,
+    BACKGROUND,
+    BACKGROUND_COLOR,
+    BACKGROUND_STYLE,
+    COLOR_OF,
+    COLORS_OF,
+    COUNT_OF,
+    DESCRIBE,
+    EMPTY,
+    EXTREMES,
+    KIND_OF,
+    KINDS_OF,
+    MORE,
+    PRESENCE_OF,
+    SAME_COLOR,
+    SHAPE_OF,
+    SIZE_OF,
+    WHERE,
+    WRITTEN,
+)
 from photon_backend.tiny.question import Question, mark, query
 from photon_backend.tiny.scenes import COLORS, KINDS, SIZES, Item, Scene
 from photon_backend.tiny.words import (
@@ -23,92 +46,6 @@ from photon_backend.tiny.words import (
 )
 
 CLEAR = 0.06  # a difference of centres that anyone would call a difference
-
-COLOR_OF = (
-    "What color is the {it}?",
-    "What is the color of the {it}?",
-    "Which color is the {it}?",
-    "Which color does the {it} have?",
-    "What color does the {it} have?",
-    "Tell me the color of the {it}.",
-    "The {it} is what color?",
-)
-COLORS_OF = ("What color are the {it}?", "Which colors do the {it} have?", "What colors are the {it}?")
-ALL_COLORS = (
-    "What colors do you see?",
-    "Which colors are in the picture?",
-    "What colors are there?",
-    "What colors do the objects have?",
-    "List the colors.",
-)
-KIND_OF = (
-    "What shape is the {it}?",
-    "What is the {it}?",
-    "Which shape is the {it}?",
-    "What kind of shape is the {it}?",
-    "What shape does the {it} have?",
-    "What is the shape of the {it}?",
-)
-KINDS_OF = ("What shapes are {it}?", "Which shapes are {it}?", "Which objects are {it}?", "What is {it}?")
-ALL_KINDS = (
-    "What shapes do you see?",
-    "Which shapes are in the picture?",
-    "What shapes are there?",
-    "What kinds of shapes are there?",
-    "List the shapes.",
-)
-SIZE_OF = ("What size is the {it}?", "How big is the {it}?", "How large is the {it}?", "What is the size of the {it}?")
-COUNT_OF = (
-    "How many {it} are there?",
-    "How many {it} are there?",
-    "How many {it} do you see?",
-    "How many {it} are in the picture?",
-    "How many {it} are in the image?",
-    "How many {it} can you see?",
-    "How many {it}?",
-    "Count the {it}.",
-    "What is the number of {it}?",
-    "Number of {it}?",
-)
-PRESENCE_OF = (
-    "Is there {a}?",
-    "Is there {a} in the picture?",
-    "Is there {a} in the image?",
-    "Do you see {a}?",
-    "Can you see {a}?",
-    "Does the picture show {a}?",
-    "Does the image contain {a}?",
-    "Are there any {them}?",
-    "Are there any {them} in the picture?",
-    "Are there {them}?",
-    "Do you see any {them}?",
-)
-WRITTEN = (
-    "What is written?",
-    "What is written in the picture?",
-    "What is written here?",
-    "What does the text say?",
-    "What does it say?",
-    "What text is in the picture?",
-    "What text do you see?",
-    "Read the text.",
-    "Read it.",
-    "Which {noun} is written?",
-    "What {noun} is printed?",
-    "What {noun} is shown?",
-    "Which {noun} do you see?",
-    "What is the {noun}?",
-)
-DESCRIBE = (
-    "What do you see?",
-    "What is in the picture?",
-    "What is in this image?",
-    "What is shown?",
-    "Describe the picture.",
-    "Describe the image.",
-    "What does the picture show?",
-    "What is this?",
-)
 
 
 def no_such(selector: Selector, noun: str = "object") -> str:
@@ -155,16 +92,6 @@ def _some_kind(rng: random.Random, scene: Scene) -> str:
     return rng.choice(scene.items).kind if scene.items and rng.random() < 0.88 else rng.choice(KINDS)
 
 
-EXTREMES = {
-    "left": ("leftmost {it}", "{it} on the far left", "{it} furthest to the left", "first {it} from the left"),
-    "right": ("rightmost {it}", "{it} on the far right", "{it} furthest to the right", "first {it} from the right"),
-    "top": ("topmost {it}", "highest {it}", "{it} at the very top", "{it} furthest up"),
-    "bottom": ("bottommost {it}", "lowest {it}", "{it} at the very bottom", "{it} furthest down"),
-    "largest": ("largest {it}", "biggest {it}"),
-    "smallest": ("smallest {it}",),
-}
-
-
 def extreme(scene: Scene, which: str) -> Item | None:
     """The item that is clearly the leftmost, topmost, largest, ...; None when it is not clear."""
     if len(scene.items) < 2:
@@ -189,8 +116,9 @@ def _ask_extreme(rng: random.Random, scene: Scene, asked: str) -> Question | Non
     evidence = mark(it, [item])
     if asked == "color":
         return query(rng, "color", COLOR_OF, item.color, evidence, it=it)
-    answer, phrasings = (with_article(name(item)), ("What is the {it}?",)) if rng.random() < 0.5 else (item.kind, ())
-    return query(rng, "kind", phrasings or (KIND_OF[0], *KIND_OF[2:]), answer, evidence, it=it)
+    if rng.random() < 0.5:
+        return query(rng, "kind", ("What is the {it}?",), with_article(name(item)), evidence, it=it)
+    return query(rng, "kind", SHAPE_OF, item.kind, evidence, it=it)
 
 
 def ask_size(rng: random.Random, scene: Scene) -> Question | None:
@@ -227,12 +155,10 @@ def ask_compare(rng: random.Random, scene: Scene) -> Question | None:
     one, two = Selector(kind=first).find(scene), Selector(kind=second).find(scene)
     evidence = (mark(plural(first), one), mark(plural(second), two))
     if len(one) == len(two) == 1:
-        phrasings = ("Do the {one} and the {two} have the same color?", "Are the {one} and the {two} the same color?")
-        return query(rng, "compare", phrasings, _yes(one[0].color == two[0].color), *evidence, one=first, two=second)
-    phrasings = ("Are there more {one} than {two}?",)
-    return query(
-        rng, "compare", phrasings, _yes(len(one) > len(two)), *evidence, one=plural(first), two=plural(second)
-    )
+        same = _yes(one[0].color == two[0].color)
+        return query(rng, "compare", SAME_COLOR, same, *evidence, one=first, two=second)
+    more = _yes(len(one) > len(two))
+    return query(rng, "compare", MORE, more, *evidence, one=plural(first), two=plural(second))
 
 
 def _yes(truth: bool) -> str:
@@ -242,13 +168,10 @@ def _yes(truth: bool) -> str:
 def ask_presence(rng: random.Random, scene: Scene) -> Question | None:
     draw = rng.random()
     if draw < 0.1:
-        phrasings = ("Is there any text?", "Is something written?", "Is there text in the picture?", "Do you see any text?")
-        found = [scene.printed] if scene.printed else []
-        return query(rng, "presence", phrasings, _yes(bool(found)), mark("text", found))
+        texts = [scene.printed] if scene.printed else []
+        return query(rng, "presence", ANY_TEXT, _yes(bool(texts)), mark("text", texts))
     if draw < 0.13:
-        return query(
-            rng, "presence", ("Is the picture empty?", "Is the image empty?"), _yes(not scene.items and not scene.printed)
-        )
+        return query(rng, "presence", EMPTY, _yes(not scene.items and not scene.printed))
     if draw < 0.25:
         return _ask_verify(rng, scene)
     wanted = rng.random() < 0.5
@@ -271,7 +194,9 @@ def _ask_verify(rng: random.Random, scene: Scene) -> Question | None:
     if len(Selector(kind=item.kind).find(scene)) != 1:
         return None
     evidence = mark(item.kind, [item])
-    return query(rng, "presence", ("Is the {it} {color}?",), _yes(color == item.color), evidence, it=item.kind, color=color)
+    return query(
+        rng, "presence", ("Is the {it} {color}?",), _yes(color == item.color), evidence, it=item.kind, color=color
+    )
 
 
 def ask_written(rng: random.Random, scene: Scene) -> Question | None:
@@ -285,7 +210,7 @@ def ask_where(rng: random.Random, scene: Scene) -> Question | None:
     if scene.printed and rng.random() < 0.25:
         noun = rng.choice(("text", "number" if scene.printed.is_number else "word"))
         evidence = mark("text", [scene.printed])
-        return query(rng, "where", ("Where is the {it}?",), position(scene.printed.center), evidence, it=noun)
+        return query(rng, "where", WHERE[:1], position(scene.printed.center), evidence, it=noun)
     if rng.random() < 0.1 or not scene.items:
         selector = random_selector(rng, scene)
     else:
@@ -294,21 +219,18 @@ def ask_where(rng: random.Random, scene: Scene) -> Question | None:
     if len(found) > 1:
         return None
     answer = position(found[0].center) if found else no_such(selector)
-    phrasings = ("Where is the {it}?", "Where do you see the {it}?", "In which part of the picture is the {it}?")
-    return query(rng, "where", phrasings, answer, mark(selector.phrase(), found), it=selector.phrase())
+    return query(rng, "where", WHERE, answer, mark(selector.phrase(), found), it=selector.phrase())
 
 
 def ask_background(rng: random.Random, scene: Scene) -> Question | None:
     draw = rng.random()
     if draw < 0.5:
-        phrasings = ("What color is the background?", "What is the color of the background?", "Which color is the background?")
-        return query(rng, "background", phrasings, scene.tone)
+        return query(rng, "background", BACKGROUND_COLOR, scene.tone)
+    if draw < 0.7:
+        return query(rng, "background", BACKGROUND_STYLE, scene.style)
     if draw < 0.8:
-        phrasings = ("What pattern does the background have?", "What kind of background is it?", "Is the background plain?")
-        question = query(rng, "background", phrasings[:2], scene.style)
-        return question if rng.random() < 0.7 else query(rng, "background", phrasings[2:], _yes(scene.style == "plain"))
-    phrasings = ("Describe the background.", "What does the background look like?")
-    return query(rng, "background", phrasings, background(scene))
+        return query(rng, "background", ("Is the background plain?",), _yes(scene.style == "plain"))
+    return query(rng, "background", BACKGROUND, background(scene))
 
 
 def ask_describe(rng: random.Random, scene: Scene) -> Question | None:

@@ -52,7 +52,11 @@ def query(
 
 
 def typed(rng: random.Random, text: str) -> str:
-    """British spelling, small first letter, missing question mark: each sometimes."""
+    """Other words for picture, "what's", British spelling, small first letter, no question mark: each sometimes."""
+    if rng.random() < 0.4:
+        text = text.replace("picture", rng.choice(("image", "photo", "picture")))
+    if rng.random() < 0.15:
+        text = text.replace("What is", "What's").replace("Where is", "Where's")
     if rng.random() < 0.25:
         text = text.replace("color", "colour").replace("gray", "grey").replace("center", "centre")
     if rng.random() < 0.35:

@@ -43,7 +43,7 @@ def _ask_open(rng: random.Random, scene: Scene) -> Question | None:
             return _open(rng, relation, absent, f"There is no {absent.phrase()}.", [], [])
     item = rng.choice(scene.items)
     selector = selector_of(rng, item, scene)
-    others: list[Item | Printed] = [other for other in (*scene.items, scene.printed) if other not in (item, None)]  # type: ignore[misc]
+    others: list[Item | Printed] = [other for other in (*scene.items, scene.printed) if other not in (item, None)]
     offsets = [offset(relation, other, item) for other in others]
     if selector is None or any(abs(value) < CLEAR for value in offsets):
         return None

@@ -21,11 +21,12 @@ TONES = ("white", "gray", "black")
 STYLES = ("plain", "gradient", "striped", "noisy")
 
 WIDTHS = {"small": (0.15, 0.19), "medium": (0.26, 0.33), "large": (0.45, 0.55)}  # of the shorter side
-WORDS = (
+_WORDS = (
     "STOP OPEN CAFE HELLO EXIT TAXI BUS SALE NEW HOT ICE TEA MILK BOOK GAME ZOO PARK HOME SHOP FISH STAR LOVE FREE "
     "FOOD BANK CITY EAST WEST NORTH SOUTH NO YES OK GO UP DOWN LEFT RIGHT RED BLUE GREEN BIG TOP WAX JAZZ QUIZ FOX "
     "DOG CAT SUN MOON RAIN SNOW WIND FIRE KEY CAR TRAIN PLANE BOAT LAMP DESK WATER BREAD APPLE PIZZA JUICE VIDEO"
-).split()
+)
+WORDS = tuple(_WORDS.split())
 COUNT_WEIGHTS = (4, 14, 20, 21, 18, 13, 10)  # of scenes with 0, 1, ... 6 objects
 MIN_VISIBLE = 0.7  # share of an object that others may not cover
 TEXT_OWNER = 100  # of the printed text in `Scene.owner`
@@ -90,9 +91,9 @@ def make_scene(seed: int) -> Scene:
 
 
 def _picture_size(rng: random.Random) -> tuple[int, int]:
-    """Width and height: 96 to 320 pixels a side, at most 2:1."""
-    shorter = rng.randint(96, 224)
-    longer = min(320, int(shorter * rng.choice((1.0, 4 / 3, rng.uniform(1.0, 2.0)))))
+    """Width and height: 96 to 256 pixels a side, at most 2:1."""
+    shorter = rng.randint(96, 180)
+    longer = min(256, int(shorter * rng.choice((1.0, 4 / 3, rng.uniform(1.0, 2.0)))))
     return (longer, shorter) if rng.random() < 0.6 else (shorter, longer)
 
 
@@ -181,8 +182,7 @@ def _fits(
     around = owner[max(0, y - 3) : y + rows + 3, max(0, x - 3) : x + columns + 3]
     if not around.any():
         return True
-    owners = np.unique(around)
-    touched = [int(i) for i in owners if i > 0]
+    touched = [int(i) for i in np.flatnonzero(np.bincount(around.ravel())) if i > 0]
     if not overlap or TEXT_OWNER in touched or any(placed[i - 1].color == color for i in touched):
         return False
     left = owner.copy()

@@ -8,11 +8,12 @@ from photon_backend.tiny.question import Box, Question, query
 from photon_backend.tiny.scenes import TEXT_OWNER, Item, Printed, Scene
 from photon_backend.tiny.words import ANY, Selector, name, random_selector, with_article
 
-ABSENT = (
-    "dog cat person car tree house bird flower chair table bottle phone book face hand fish horse boat plane bus bike cup "
-    "cloud moon sun apple banana ball hat shoe door window road sign mountain river man woman child animal building sky "
-    "grass line arrow logo button hexagon pentagon oval rectangle cube moon bear cow sheep train clock key lamp bag"
-).split()
+_ABSENT = (
+    "dog cat person car tree house bird flower chair table bottle phone book face hand fish horse boat plane bus bike "
+    "cup cloud moon sun apple banana ball hat shoe door window road sign mountain river man woman child animal "
+    "building sky grass line arrow logo button hexagon pentagon oval rectangle cube bear cow sheep train clock lamp bag"
+)
+ABSENT = tuple(_ABSENT.split())
 HERE = ("What is here?", "What is this?", "What object is this?", "What do you see here?", "What is at this point?")
 COLOR_HERE = ("What color is this?", "What color is it here?", "What color is this object?")
 KIND_HERE = ("What shape is this?", "Which shape is here?", "What kind of shape is this?")
@@ -110,7 +111,10 @@ def _ask_box(rng: random.Random, scene: Scene) -> Question | None:
 
 def _loosened(rng: random.Random, box: Box) -> Box:
     width, height = box[2] - box[0], box[3] - box[1]
-    left, top = max(0.0, box[0] - width * rng.uniform(-0.05, 0.15)), max(0.0, box[1] - height * rng.uniform(-0.05, 0.15))
+    left, top = (
+        max(0.0, box[0] - width * rng.uniform(-0.05, 0.15)),
+        max(0.0, box[1] - height * rng.uniform(-0.05, 0.15)),
+    )
     right, bottom = box[2] + width * rng.uniform(-0.05, 0.15), box[3] + height * rng.uniform(-0.05, 0.15)
     return left, top, min(1.0, right), min(1.0, bottom)
 

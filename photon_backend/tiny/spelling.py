@@ -18,20 +18,32 @@ INPUT_NOISE = 1.5  # bins; values are fed back a little wrong, as the model's ow
 
 @dataclass
 class Spelling:
-    """Ids with their values, and what the model is to say at each place. Filled by `Encoder`."""
+    """Ids, and what the model is to say at each place. Filled by `Encoder`. The dictionaries go by place."""
 
     ids: list[int] = field(default_factory=list)
-    values: list[tuple[float, float]] = field(default_factory=list)  # of coord and size ids, else zeros
-    tokens: list[int] = field(default_factory=list)  # next token wanted after this place
-    coords: list[float] = field(default_factory=list)  # coordinate wanted after this place
-    sizes: list[tuple[float, float]] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)  # next token wanted after this place, or NONE
+    values: dict[int, tuple[float, float]] = field(default_factory=dict)  # of coord and size ids
+    coords: dict[int, float] = field(default_factory=dict)  # coordinate wanted after this place, in bins
+    sizes: dict[int, tuple[float, float]] = field(default_factory=dict)  # width and height wanted, in bins
 
-    def add(self, token: int, value: tuple[float, float] = (0.0, 0.0)) -> None:
-        self.ids.append(token)
-        self.values.append(value)
-        self.tokens.append(NONE)
-        self.coords.append(NONE)
-        self.sizes.append((NONE, NONE))
+    @property
+    def last(self) -> int:
+        return len(self.ids) - 1
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Ids that are given."""
+        self.ids.extend(ids)
+        self.tokens.extend([NONE] * len(ids))
+
+    def say(self, ids: Sequence[int]) -> None:
+        """Ids that the model is to say itself."""
+        self.extend(ids)
+        self.tokens[-len(ids) - 1 : -1] = ids
+
+    def value(self, token: int, width: float, height: float = 0.0) -> None:
+        """A coord or size id with its value."""
+        self.extend((token,))
+        self.values[self.last] = (width, height)
 
 
 class Encoder:
@@ -46,18 +58,18 @@ class Encoder:
         spelling = Spelling()
         if question.task == "caption":
             assert self.templates.caption is not None
-            self._ids(spelling, getattr(self.templates.caption, question.text))
+            spelling.extend(getattr(self.templates.caption, question.text))
             return spelling
         template = getattr(self.templates, question.task)
         if not question.picture:
-            spelling.add(self.special.bos_id)
-        self._ids(spelling, template.prefix)
+            spelling.extend([self.special.bos_id])
+        spelling.extend(template.prefix)
         for ref in question.refs:
             self._reference(spelling, ref)
-        self._ids(spelling, self.text(question.text if question.task == "query" else " " + question.text))
-        self._ids(spelling, template.suffix)
+        spelling.extend(self.text(question.text if question.task == "query" else " " + question.text))
+        spelling.extend(template.suffix)
         if question.task == "query":
-            self._ids(spelling, [self.special.thinking_id] if question.reasoning else template.suffix)
+            spelling.extend([self.special.thinking_id] if question.reasoning else template.suffix)
         return spelling
 
     def example(self, question: Question, rng: random.Random) -> Spelling:
@@ -68,19 +80,10 @@ class Encoder:
         else:
             if question.reasoning:
                 self._reasoning(spelling, question, rng)
-                self._say(spelling, [self.special.answer_id])
-            self._say(spelling, self.text(question.answer))
+                spelling.say([self.special.answer_id])
+            spelling.say(self.text(question.answer))
         spelling.tokens[-1] = self.special.eos_id
         return spelling
-
-    def _ids(self, spelling: Spelling, ids: Sequence[int]) -> None:
-        for token in ids:
-            spelling.add(token)
-
-    def _say(self, spelling: Spelling, ids: Sequence[int]) -> None:
-        for token in ids:
-            spelling.tokens[-1] = token
-            spelling.add(token)
 
     def _reference(self, spelling: Spelling, ref: Sequence[float]) -> None:
         if len(ref) == 2:
@@ -89,9 +92,9 @@ class Encoder:
             center = ((ref[0] + ref[2]) / 2, (ref[1] + ref[3]) / 2)
             size = (ref[2] - ref[0], ref[3] - ref[1])
         for value in center:
-            spelling.add(self.special.coord_id, (value, 0.0))
+            spelling.value(self.special.coord_id, value)
         if size:
-            spelling.add(self.special.size_id, size)
+            spelling.value(self.special.size_id, *size)
 
     def _objects(self, spelling: Spelling, question: Question, rng: random.Random) -> None:
         for box in question.boxes:
@@ -107,35 +110,35 @@ class Encoder:
     def _size(self, spelling: Spelling, size: tuple[float, float], rng: random.Random) -> None:
         top = self.config.region.size_bins - 1
         wanted = [(math.log2(max(side, 1 / 1024)) + 10) / 10 * top for side in size]
-        spelling.sizes[-1] = (wanted[0], wanted[1])
+        spelling.sizes[spelling.last] = (wanted[0], wanted[1])
         chosen = [min(top, max(0, round(side + rng.gauss(0, INPUT_NOISE)))) for side in wanted]
         width, height = (2 ** (side / top * 10 - 10) for side in chosen)
-        spelling.add(self.special.size_id, (width, height))
+        spelling.value(self.special.size_id, width, height)
 
     def _reasoning(self, spelling: Spelling, question: Question, rng: random.Random) -> None:
         for index, evidence in enumerate(question.marks or (None,)):
             space = " " if index else ""
             if evidence is None:
-                self._say(spelling, self.text(SEE_ALL))
+                spelling.say(self.text(SEE_ALL))
             elif not evidence.centers:
-                self._say(spelling, self.text(space + SEE_NONE.format(label=evidence.label)))
+                spelling.say(self.text(space + SEE_NONE.format(label=evidence.label)))
             else:
-                self._say(spelling, self.text(space + SEE))
+                spelling.say(self.text(space + SEE))
                 self._ground(spelling, evidence, rng)
-        self._say(spelling, self.text(SO.format(answer=question.answer.rstrip("."))))
+        spelling.say(self.text(SO.format(answer=question.answer.rstrip("."))))
 
     def _ground(self, spelling: Spelling, evidence: Mark, rng: random.Random) -> None:
         special = self.special
-        self._say(spelling, [special.start_ground_points_id, *self.text(" " + evidence.label)])
+        spelling.say([special.start_ground_points_id, *self.text(" " + evidence.label)])
         for center in evidence.centers:
             for value in center:
                 spelling.tokens[-1] = special.coord_id
                 self._coordinate(spelling, value, rng)
-        self._say(spelling, [special.end_ground_id, *self.text(".")])
+        spelling.say([special.end_ground_id, *self.text(".")])
 
     def _coordinate(self, spelling: Spelling, value: float, rng: random.Random) -> None:
         """Wants and then feeds the value, rounded to a bin."""
         bins = self.config.region.coord_out_dim
-        spelling.coords[-1] = value * bins
+        spelling.coords[spelling.last] = value * bins
         chosen = min(bins - 1, max(0, round(value * bins + rng.gauss(0, INPUT_NOISE))))
-        spelling.add(self.special.coord_id, (chosen / bins, 0.0))
+        spelling.value(self.special.coord_id, chosen / bins)

@@ -23,7 +23,7 @@ from photon_backend.model.config import load_config
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.vision import Vision
 from photon_backend.model.weights import random_model, save_checkpoint
-from photon_backend.tiny.batches import LETTERS, PADDING_SEGMENT, TEXT_SLOTS, Batches, tilings_of
+from photon_backend.tiny.batches import LETTERS, TEXT_SLOTS, Batches, tilings_of
 from photon_backend.tiny.scenes import COLORS, KINDS, SIZES
 from photon_backend.tiny.spelling import NONE
 
@@ -49,12 +49,18 @@ class CellHeads(nn.Module):
         *parts, box, letters = out.split([*self.counts.values(), 4, TEXT_SLOTS * (len(LETTERS) + 1)], dim=-1)
         loss = out.new_zeros(())
         for name, logits in zip(self.counts, parts, strict=True):
-            loss = loss + F.cross_entropy(logits, batch[f"cell_{name}"].flatten(), ignore_index=NONE)
+            loss = loss + self._mean(logits, batch[f"cell_{name}"])
         taken = (batch["cell_kind"].flatten() > 0)[:, None]
         difference = (box - batch["cell_box"].flatten(0, 1)).abs() * taken
-        loss = loss + 10 * difference.sum() / (4 * taken.sum())
-        logits = letters.unflatten(-1, (TEXT_SLOTS, -1)).flatten(0, 1)
-        return loss + F.cross_entropy(logits, batch["cell_letters"].flatten(), ignore_index=NONE)
+        loss = loss + 10 * difference.sum() / (4 * taken.sum()).clamp(min=1)
+        return loss + self._mean(letters.unflatten(-1, (TEXT_SLOTS, -1)).flatten(0, 1), batch["cell_letters"])
+
+    @staticmethod
+    def _mean(logits: Tensor, wanted: Tensor) -> Tensor:
+        """Over the cells that have a target; 0 when none has."""
+        wanted = wanted.flatten()
+        summed = F.cross_entropy(logits, wanted, ignore_index=NONE, reduction="sum")
+        return summed / (wanted != NONE).sum().clamp(min=1)
 
 
 def stitching(vision: Vision) -> Tensor:

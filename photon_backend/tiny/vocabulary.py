@@ -31,10 +31,11 @@ from photon_backend.tiny.questions import draw_question
 from photon_backend.tiny.scenes import Scene, make_scene
 from photon_backend.tiny.spatial import ABSENT
 
-CONTROL = (
+_CONTROL = (
     "<|end|> <|task|> <|input|> <|answer|> <|thinking|> <|coord|> <|size|> <|ground|> <|reserved|> <|end_ground|> "
     "<|caption|> <|query|> <|detect|> <|point|> <|short|> <|normal|> <|long|>"
-).split()
+)
+CONTROL = tuple(_CONTROL.split())
 TASK, INPUT, ANSWER, CAPTION, QUERY, DETECT, POINT, SHORT, NORMAL, LONG = 1, 2, 3, 10, 11, 12, 13, 14, 15, 16
 VOCAB_SIZE = 768
 
@@ -52,7 +53,9 @@ CONFIG = ModelConfig(
         overlap_margin=2,
         proj_inner_dim=384,
     ),
-    region=RegionConfig(dim=256, coord_feat_dim=64, coord_out_dim=512, size_feat_dim=128, size_out_dim=512, inner_dim=256),
+    region=RegionConfig(
+        dim=256, coord_feat_dim=64, coord_out_dim=512, size_feat_dim=128, size_out_dim=512, inner_dim=256
+    ),
     tokenizer=TokenizerConfig(
         templates=Templates(
             caption=CaptionTemplate(
@@ -75,7 +78,7 @@ def build_tokenizer() -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=CONTROL,
+        special_tokens=list(CONTROL),
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )

@@ -47,6 +47,14 @@ def position(center: tuple[float, float]) -> str:
     return POSITIONS[min(2, int(center[0] * 3)), min(2, int(center[1] * 3))]
 
 
+def positions_near(center: tuple[float, float], slack: float = 0.03) -> set[str]:
+    """The ninths that the point lies in or nearly in."""
+    shifts = (-slack, 0.0, slack)
+    return {
+        position((min(1.0, max(0.0, center[0] + x)), min(1.0, max(0.0, center[1] + y)))) for x in shifts for y in shifts
+    }
+
+
 def name(thing: Item | Printed) -> str:
     if isinstance(thing, Item):
         return f"{thing.color} {thing.kind}"
@@ -79,9 +87,7 @@ class Selector:
     kind: str | None = None
 
     def matches(self, item: Item) -> bool:
-        return (
-            self.size in (None, item.size) and self.color in (None, item.color) and self.kind in (None, item.kind)
-        )
+        return self.size in (None, item.size) and self.color in (None, item.color) and self.kind in (None, item.kind)
 
     def find(self, scene: Scene) -> list[Item]:
         return [item for item in scene.items if self.matches(item)]
