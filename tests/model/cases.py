@@ -43,7 +43,7 @@ def _cases_of(name: str) -> list[Case]:
         Case(f"{name}/query", name, "query", "what colour is the star?"),
         Case(f"{name}/query/refs", name, "query", "what is here?", refs=refs),
         Case(f"{name}/query/reasoning", name, "query", "is there a dog?", reasoning=True),
-        Case(f"{name}/query/reasoning2", name, "query", "how many red circles?", reasoning=True),
+        Case(f"{name}/query/reasoning2", name, "query", "how many circles are here?", reasoning=True),
         Case(f"{name}/detect", name, "detect", "red circle"),
         Case(f"{name}/detect/other", name, "detect", "house"),
         Case(f"{name}/detect/two", name, "detect", "star", max_objects=2),

@@ -170,7 +170,7 @@ def test_golden_cases_are_not_degenerate() -> None:
     assert any(len(entry["reasoning_ids"]) == MAX_TOKENS for entry in thoughts)
     assert any(len(entry["reasoning_ids"]) < MAX_TOKENS for entry in thoughts)
     assert sum(len(chunk["points"]) for entry in thoughts for chunk in entry["grounding"]) >= 3
-    assert min(entry["margin"] for _, entry in entries.values()) > 5e-4  # no choice so close that rounding decides
+    assert min(entry["margin"] for _, entry in entries.values()) > 2e-3  # no choice so close that rounding decides
 
 
 def test_golden_files_stay_small() -> None:
