@@ -1,0 +1,161 @@
+"""`make demo`: a real Triton server, the bundled model, one picture, questions through gRPC and HTTP.
+
+Everything asked has a known answer, and the exit code says whether all of them were right. Pictures lie in
+`tiny/pictures`, each beside a JSON file of the same name with what is true of it: `items` (kind, color, box) and
+`printed` (text, or null).
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import sys
+import time
+import urllib.request
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from photon_client import Client, PhotonError, annotate
+from PIL import Image
+
+from photon_backend.layout import LaunchError
+from photon_backend.serve import Server, start_server
+
+PICTURES = Path(__file__).parent / "tiny" / "pictures"
+OPTIONS = {"temperature": 0, "max_tokens": 64}  # greedy: the same answer every time
+Box = tuple[float, float, float, float]  # x_min, y_min, x_max, y_max in 0..1
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is in the picture. `name` is what most of its objects are called, `boxes` are theirs."""
+
+    name: str
+    boxes: list[Box]
+    questions: list[tuple[str, str]]  # with the right answer; the last one is for HTTP
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m photon_backend.demo", description=__doc__.split("\n")[0])
+    parser.add_argument("--picture", type=Path, default=min(PICTURES.glob("*.png"), default=PICTURES / "none.png"))
+    parser.add_argument("--save", type=Path, default=Path("out/demo.png"), help="annotated picture [%(default)s]")
+    options = parser.parse_args(arguments)
+    try:
+        truth = read_truth(options.picture)
+        print("Starting Triton with the bundled model on the CPU ...", flush=True)
+        begun = time.monotonic()
+        with start_server() as server:
+            print(f"Ready after {time.monotonic() - begun:.0f} s: gRPC {server.grpc_url}, HTTP {server.http_url}\n")
+            wrong = Demo(server, options.picture, truth).run(options.save)
+    except (LaunchError, PhotonError, OSError) as error:
+        print(f"demo: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"Server stopped. {f'{wrong} answers were wrong.' if wrong else 'All answers were right.'}")
+    return 1 if wrong else 0
+
+
+def read_truth(picture: Path) -> Truth:
+    """The questions that one can ask about a picture, from the JSON file beside it. Raises OSError."""
+    document = json.loads(picture.with_suffix(".json").read_text())
+    items, printed = document["items"], document["printed"]
+    kinds = Counter(item["kind"] for item in items)
+    name, number = kinds.most_common(1)[0]
+    questions = [(f"How many {name}s are there?", str(number)), ("How many objects are there?", str(len(items)))]
+    for item in items:
+        if kinds[item["kind"]] == 1:
+            questions.append((f"What color is the {item['kind']}?", item["color"]))
+            questions.append((f"Is there a {item['kind']} in the picture?", "yes"))
+    questions.append(("Is there any text?", "yes" if printed else "no"))
+    questions.append(("What is written in the picture?", printed["text"] if printed else "no text"))
+    return Truth(name, [tuple(item["box"]) for item in items if item["kind"] == name], questions)
+
+
+class Demo:
+    """Asks a running server about one picture, prints the answers and counts the wrong ones."""
+
+    def __init__(self, server: Server, picture: Path, truth: Truth) -> None:
+        self.server = server
+        self.picture = picture
+        self.truth = truth
+        self.wrong = 0
+
+    def run(self, save: Path) -> int:
+        """The number of wrong answers."""
+        with Image.open(self.picture) as image:
+            print(f"Picture: {self.picture} ({image.width} x {image.height})\n")
+        with Client(self.server.grpc_url) as client:
+            print("Over gRPC, streamed:")
+            for question, answer in self.truth.questions[:-1]:
+                stream = client.query(self.picture, question, stream=True, timeout=60, **OPTIONS)["answer"]
+                self._show("query", question, "".join(stream), answer)
+            self._caption(client)
+            objects = list(client.detect(self.picture, self.truth.name, stream=True, timeout=60)["objects"])
+            self._places("detect", len(objects), _right_boxes(objects, self.truth.boxes))
+            points = list(client.point(self.picture, self.truth.name, stream=True, timeout=60)["points"])
+            self._places("point", len(points), _right_points(points, self.truth.boxes))
+        print("\nOver HTTP, as curl would:")
+        question, answer = self.truth.questions[-1]
+        self._show("query", question, self._generate(task="query", text_input=question), answer)
+        save.parent.mkdir(parents=True, exist_ok=True)
+        annotate(self.picture, objects, points, label=self.truth.name).save(save)
+        print(f"\nBoxes and points are drawn in {save}")
+        return self.wrong
+
+    def _show(self, task: str, question: str, answer: str, expected: str) -> None:
+        right = answer.strip().rstrip(".").lower() == expected.lower()
+        self.wrong += not right
+        print(f"  {task:8} {question:42} {answer}{'' if right else f'   (wrong: {expected})'}", flush=True)
+
+    def _caption(self, client: Client) -> None:
+        """Printed as it comes, word by word. There is more than one good caption, so only an empty one is wrong."""
+        print(f"  {'caption':8} ", end="")
+        stream = client.caption(self.picture, stream=True, timeout=60, **OPTIONS)["caption"]
+        parts = 0
+        for parts, delta in enumerate(stream, 1):  # noqa: B007
+            print(delta, end="", flush=True)
+        print(f"   ({parts} parts)")
+        self.wrong += parts == 0
+
+    def _places(self, task: str, found: int, right: bool) -> None:
+        self.wrong += not right
+        expected = "" if right else f"   (wrong: {len(self.truth.boxes)}, or not where they are)"
+        print(f"  {task:8} {self.truth.name:42} {found} found{expected}", flush=True)
+
+    def _generate(self, **request: Any) -> str:
+        """POST to Triton's generate endpoint; the picture as base64, options as request parameters."""
+        request |= {"image": base64.b64encode(self.picture.read_bytes()).decode(), **OPTIONS}
+        url = f"{self.server.http_url}/v2/models/photon/generate"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # never through a proxy: it is local
+        with opener.open(urllib.request.Request(url, json.dumps(request).encode()), timeout=60) as reply:
+            return str(json.load(reply)["text_output"])
+
+
+def _right_boxes(objects: list[dict[str, float]], truth: list[Box]) -> bool:
+    """As many as there are, and one on each: intersection over union at least 0.5."""
+    found = [(box["x_min"], box["y_min"], box["x_max"], box["y_max"]) for box in objects]
+    return len(found) == len(truth) and all(any(_overlap(box, other) >= 0.5 for other in found) for box in truth)
+
+
+def _right_points(points: list[dict[str, float]], truth: list[Box]) -> bool:
+    """As many as there are, and one in each box."""
+    return len(points) == len(truth) and all(
+        any(box[0] <= point["x"] <= box[2] and box[1] <= point["y"] <= box[3] for point in points) for box in truth
+    )
+
+
+def _overlap(one: Box, other: Box) -> float:
+    """Intersection over union."""
+    width = min(one[2], other[2]) - max(one[0], other[0])
+    height = min(one[3], other[3]) - max(one[1], other[1])
+    shared = max(width, 0.0) * max(height, 0.0)
+    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
+    return shared / (sum(areas) - shared)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
