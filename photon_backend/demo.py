@@ -25,7 +25,7 @@ from photon_backend.layout import LaunchError
 from photon_backend.serve import Server, start_server
 
 PICTURES = Path(__file__).parent / "tiny" / "pictures"
-OPTIONS = {"temperature": 0, "max_tokens": 64}  # greedy: the same answer every time
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}  # greedy: the same answer every time
 Box = tuple[float, float, float, float]  # x_min, y_min, x_max, y_max in 0..1
 
 
