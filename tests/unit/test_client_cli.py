@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 from photon_client import cli
 from photon_client.cli import build_parser, main
+from photon_client.progress import Progress
 
 NOWHERE = "127.0.0.1:1"  # nobody listens there
 
@@ -142,3 +146,35 @@ def test_an_answer_that_was_cut_says_so(capsys: pytest.CaptureFixture[str]) -> N
 def test_save_accepts_a_picture_name(tmp_path: Path) -> None:
     path = tmp_path / "boxes.JPG"
     assert build_parser().parse_args(["detect", "a.png", "cat", "--save", str(path)]).save == path
+
+
+class Terminal(io.StringIO):
+    """A stderr that tells when something was written to it."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        super().__init__()
+        self.is_terminal = is_terminal
+        self.written = threading.Event()
+
+    def isatty(self) -> bool:
+        return self.is_terminal
+
+    def flush(self) -> None:
+        self.written.set()
+
+
+def test_progress_on_a_terminal_is_shown_and_wiped_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(True)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress("waiting") as progress:
+        assert terminal.written.wait(10)
+        assert terminal.getvalue().startswith("\rwaiting (")
+        progress.stop()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+
+
+def test_no_progress_but_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal(False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    with Progress("waiting"):
+        assert not terminal.written.wait(1.5)
