@@ -55,7 +55,7 @@ def from_text(text: str) -> PhotonError:
     if match and match[1] in _BY_CODE:
         return _BY_CODE[match[1]](match[2])
     if text.startswith("Request for unknown model"):
-        return Unavailable(f"the server has no model ready now: {text}")
+        return Unavailable(f"the server has no model ready at the moment, try again later ({text})")
     return Internal(text or "the server gave no reason")
 
 
@@ -67,7 +67,7 @@ def from_rpc(error: grpc.RpcError, address: str, timeout: float | None) -> Photo
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return PhotonTimeout(f"no complete answer within {timeout} s; the request was cancelled")
     if status is grpc.StatusCode.UNAVAILABLE:
-        reason = details.rpartition(":")[2].strip(" ])")  # gRPC wraps the reason in the story of its attempts
+        reason = re.split("[:(]", details)[-1].strip(" ])")  # gRPC wraps the reason in the story of its attempts
         return Unavailable(f"no connection to the server at {address}: {reason}")
     if status is grpc.StatusCode.CANCELLED:
         return Unavailable(f"the call to the server at {address} was cancelled: {details}")

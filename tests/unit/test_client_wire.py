@@ -201,6 +201,7 @@ REFUSED = "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0
     [
         ("UNAVAILABLE", REFUSED, Unavailable, "no connection to the server at host:1: refused"),
         ("UNAVAILABLE", "Socket closed", Unavailable, "no connection to the server at host:1: Socket closed"),
+        ("UNAVAILABLE", "Stream removed (Socket closed)", Unavailable, "at host:1: Socket closed"),
         ("DEADLINE_EXCEEDED", "Deadline Exceeded", PhotonTimeout, "within 2 s"),
         ("RESOURCE_EXHAUSTED", "too large", InvalidArgument, "too large"),
         ("CANCELLED", "x", Unavailable, "host:1"),
