@@ -10,13 +10,23 @@ env: $(VENV)/.ready
 $(VENV)/.ready: requirements.txt pyproject.toml client/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -e . -e client
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps nvidia-pytriton==0.7.0 -e . -e client
 	touch $@
 
 lint: env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+demo: env
+	$(PY) -m photon_backend.demo
+
+# CHECKPOINT=dir DEVICE=cpu|cuda DTYPE=float32|bfloat16 FRONT_ENDS=n HOST=address HTTP_PORT= GRPC_PORT= METRICS_PORT= LOG_LEVEL=
+serve: env
+	$(PY) -m photon_backend.serve
+
+load: env
+	$(PY) -m benchmarks.load
 
 test: lint
 	$(PY) -m pytest

@@ -30,6 +30,7 @@ from photon_backend.layout import LaunchError, Layout
 
 EXIT_SECONDS = 5  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
 NOISE = (b"CudaDriverHelper has not been initialized", b"Signal (15) received")  # no GPU; our own SIGTERM
+_opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is never behind a proxy
 LOG_LEVELS = ("error", "warning", "info", "verbose")
 
 
@@ -74,7 +75,7 @@ class Server:
 
     def is_ready(self, model: str = "photon") -> bool:
         try:
-            with urllib.request.urlopen(f"{self.http_url}/v2/models/{model}/ready", timeout=5) as reply:
+            with _opener.open(f"{self.http_url}/v2/models/{model}/ready", timeout=5) as reply:
                 return bool(reply.status == 200)
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False

@@ -39,12 +39,6 @@ def server(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     yield from logged_server(checkpoint, tmp_path_factory.mktemp("log") / "server.log")
 
 
-@pytest.fixture
-def own_server(checkpoint: Path, tmp_path: Path) -> Iterator[Server]:
-    """For a test that hurts it."""
-    yield from logged_server(checkpoint, tmp_path / "server.log")
-
-
 def logged_server(checkpoint: Path, log: Path) -> Iterator[Server]:
     """The log is printed at the end; pytest shows it beside a failure."""
     try:

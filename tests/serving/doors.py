@@ -19,6 +19,7 @@ import numpy as np
 import tritonclient.grpc as triton
 from tritonclient.utils import InferenceServerException
 
+OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 STRINGS = ("task", "text_input", "image", "sampling_parameters")
 
 
@@ -185,7 +186,7 @@ def post(server: Any, path: str, document: object) -> bytes:
     data = document if isinstance(document, bytes) else json.dumps(document).encode()
     http = urllib.request.Request(server.http_url + path, data)
     try:
-        with urllib.request.urlopen(http, timeout=60) as reply:
+        with OPENER.open(http, timeout=60) as reply:
             return reply.read()
     except urllib.error.HTTPError as error:
         text = error.read().decode()

@@ -119,7 +119,7 @@ def test_second_request_finds_the_picture_cached(server: Server, pictures: list[
 def test_status_and_metrics(server: Server) -> None:
     status = doors.status(server)
     assert status["up"] and status["problem"] is None and status["rows"] > 0
-    with doors.urllib.request.urlopen(server.metrics_url) as reply:
+    with doors.OPENER.open(server.metrics_url) as reply:
         metrics = reply.read().decode()
     assert 'photon_up{engine="0"} 1' in metrics
     for name in ("photon_tokens_total", "photon_running", "photon_pages_in_use", "photon_steps_overlapped_total"):

@@ -1,0 +1,177 @@
+"""The engine process by itself, over its socket: what one client does wrong costs nobody else anything."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+from doors import wait_until
+
+from photon_backend.config import TINY_CHECKPOINT
+from photon_backend.engine.exit_codes import EXIT_STOPPED, EXIT_UNUSABLE
+from photon_backend.model.config import load_config
+from photon_backend.protocol import (
+    Beat,
+    Cancel,
+    Done,
+    Failed,
+    FromEngine,
+    Hello,
+    NeedPicture,
+    Picture,
+    Sampling,
+    Status,
+    Submit,
+    Tokens,
+    decode_from_engine,
+    encode,
+)
+
+VISION = load_config(TINY_CHECKPOINT).vision
+ENDLESS = Sampling(temperature=0, max_tokens=900)
+
+
+class Peer:
+    """A client of the engine that says what it is told, right or wrong."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+        self.status = Status()
+        self.socket.send(encode([Hello()]))
+        self.receive(Beat)
+
+    def send(self, *messages: object, frames: tuple[bytes, ...] = ()) -> None:
+        self.socket.send_multipart([encode(list(messages)), *frames])  # type: ignore[arg-type]
+
+    def receive(self, *kinds: type, seconds: float = 30) -> FromEngine:
+        """The next message of these kinds; others are dropped."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.socket.poll(100):
+                for message in decode_from_engine(self.socket.recv()):
+                    if isinstance(message, Beat):
+                        self.status = message.status
+                    if isinstance(message, kinds):
+                        return message
+        raise AssertionError(f"no {[kind.__name__ for kind in kinds]} within {seconds} s")
+
+    def now(self) -> Status:
+        """A fresh status."""
+        self.send(Hello())
+        self.receive(Beat)
+        return self.status
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("run")
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint: Path, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
+    process = start(checkpoint, run_dir)
+    wait_until(lambda: (run_dir / "engine-0.sock").exists() or process.poll() is not None, 60, "the engine listens")
+    yield process
+    process.terminate()
+    assert process.wait(10) == EXIT_STOPPED
+
+
+@pytest.fixture
+def peer(engine: subprocess.Popen[bytes], run_dir: Path) -> Iterator[Peer]:
+    peer = Peer(f"ipc://{run_dir}/engine-0.sock")
+    yield peer
+    peer.socket.close(linger=0)
+
+
+@pytest.fixture
+def bystander(engine: subprocess.Popen[bytes], run_dir: Path) -> Iterator[Peer]:
+    """Has a request running all the while; at the end it is still running."""
+    bystander = Peer(f"ipc://{run_dir}/engine-0.sock")
+    bystander.send(Submit("mine", "query", [0, 1, 11, 2, 40, 3, 3], sampling=ENDLESS))
+    bystander.receive(Tokens)
+    yield bystander
+    bystander.receive(Tokens)
+    bystander.send(Cancel("mine"))
+    assert bystander.receive(Done, Failed).reason == "cancelled"  # type: ignore[union-attr]
+    bystander.socket.close(linger=0)
+
+
+def start(checkpoint: Path, run_dir: Path, **settings: str) -> subprocess.Popen[bytes]:
+    variables = {"PHOTON_CHECKPOINT": str(checkpoint), "PHOTON_RUN_DIR": str(run_dir), **settings}
+    return subprocess.Popen(
+        [sys.executable, "-m", "photon_backend.engine.server"], env={**os.environ, **variables}, stderr=subprocess.PIPE
+    )
+
+
+def pixels(tiles: int) -> bytes:
+    return np.zeros((1 + tiles, VISION.crop_size, VISION.crop_size, 3), np.uint8).tobytes()
+
+
+MALFORMED = {
+    "no messagepack": [b"\xc1\xc1"],
+    "not a list": [msgspec.msgpack.encode({"type": "hello"})],
+    "unknown message": [msgspec.msgpack.encode([{"type": "explode"}])],
+    "wrong field": [msgspec.msgpack.encode([{"type": "submit", "request_id": 5, "task": "query", "prompt_ids": []}])],
+    "empty": [b""],
+    "extra frame": [encode([Hello()]), b"x"],
+    "picture without pixels": [encode([Picture("bad", (1, 1))])],
+    "too few pixels": [encode([Picture("bad", (1, 2))]), pixels(1)],
+    "too many tiles": [encode([Picture("bad", (3, 3))]), pixels(9)],
+    "no tile": [encode([Picture("bad", (0, 5))]), pixels(0)],
+    "negative tiles": [encode([Picture("bad", (-1, -1))]), pixels(1)],
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_malformed_message_costs_its_sender_only(peer: Peer, bystander: Peer, name: str) -> None:
+    peer.send(Submit("bad", "query", [0, 1, 11, 2, 41, 3, 3], sampling=ENDLESS))
+    peer.receive(Tokens)
+    peer.socket.send_multipart(MALFORMED[name])
+    wait_until(lambda: bystander.now().running == 1, 5, "the sender's request is cancelled")
+
+
+def test_client_that_falls_silent_is_dropped(run_dir: Path, bystander: Peer) -> None:
+    """Its connection stays open, as that of a process that hangs would."""
+    silent = Peer(f"ipc://{run_dir}/engine-0.sock")
+    silent.send(Submit("a", "detect", [0, 1, 12, 2, 41, 3], digest=b"s" * 16))  # waits for its picture for ever
+    silent.receive(NeedPicture)
+    assert bystander.now().waiting == 1
+    wait_until(lambda: bystander.now().waiting == 0, 30, "dropped")
+    silent.socket.close(linger=0)
+
+
+def test_client_that_is_gone_is_dropped(run_dir: Path, bystander: Peer) -> None:
+    gone = Peer(f"ipc://{run_dir}/engine-0.sock")
+    gone.send(Submit("a", "query", [0, 1, 11, 2, 41, 3, 3], sampling=ENDLESS))
+    gone.receive(Tokens)
+    assert bystander.now().running == 2
+    gone.socket.close(linger=0)
+    wait_until(lambda: bystander.now().running == 1, 2, "its request is cancelled")
+
+
+def test_message_for_an_unknown_request_is_ignored(peer: Peer, bystander: Peer) -> None:
+    peer.send(Cancel("never heard of"))
+    peer.send(Picture("never heard of", (1, 1)), frames=(pixels(1),))
+    peer.send(Submit("good", "query", [0, 1, 11, 2, 41, 3, 3], sampling=Sampling(temperature=0, max_tokens=2)))
+    assert peer.receive(Done, Failed).request_id == "good"  # type: ignore[union-attr]
+
+
+def test_unusable_checkpoint_is_one_sentence(tmp_path: Path, checkpoint: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    (broken / "model.safetensors").write_bytes(b"not tensors")
+    process = start(broken, tmp_path)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == EXIT_UNUSABLE
+    assert b"Traceback" not in errors and str(broken).encode() in errors

@@ -1,0 +1,91 @@
+"""What the launcher checks before it starts anything: one sentence each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from photon_backend import layout
+from photon_backend.layout import LaunchError
+from photon_backend.serve import start_server
+
+FREE = {"HTTP_PORT": 0}
+
+
+def test_all_is_well(checkpoint: Path) -> None:
+    layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_incomplete_checkpoint(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    (tmp_path / "copy" / name).unlink()
+    with pytest.raises(LaunchError, match=name):
+        layout.check(tmp_path / "copy", "127.0.0.1", FREE, stubs=4)
+
+
+def test_port_in_use_names_the_variable(checkpoint: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError, match=f"{port}.*GRPC_PORT"):
+            layout.check(checkpoint, "127.0.0.1", {"GRPC_PORT": port}, stubs=4)
+
+
+def test_little_shared_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")(64 << 20, 0, 64 << 20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(LaunchError, match=r"/dev/shm has 64 MiB.*--shm-size"):
+        layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
+
+
+def test_new_numpy(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout.importlib.metadata, "version", lambda name: "2.1.0")
+    with pytest.raises(LaunchError, match=r"numpy 2\.1\.0.*numpy<2"):
+        layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
+
+
+def test_python_without_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "python_version", lambda: "3.14")
+    with pytest.raises(LaunchError, match=r"no stub for Python 3\.14"):
+        layout.libpython()
+
+
+def test_long_temporary_path(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = tmp_path / ("x" * 80)
+    long.mkdir()
+    monkeypatch.setattr(layout.tempfile, "tempdir", str(long))
+    with pytest.raises(LaunchError, match="TMPDIR"):
+        layout.Layout(1, 1)
+    assert list(long.iterdir()) == []
+
+
+def test_checkpoint_that_cannot_be_loaded_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:
+    """Files are there, weights are not: the engine says why, the supervisor gives up at once, nothing is left."""
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    (broken / "model.safetensors").write_bytes(b"not tensors")
+    log = tmp_path / "log"
+    with pytest.raises(LaunchError, match="Engine 0 "), start_server(broken, log=log):
+        pass
+    assert str(broken) in log.read_text() and "Traceback" not in log.read_text()
+
+
+def test_command_line_reports_in_one_sentence(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "photon_backend.serve"],
+        env={**os.environ, "CHECKPOINT": str(tmp_path / "nowhere"), "HTTP_PORT": "0"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"photon: The checkpoint {tmp_path / 'nowhere'} has no config.json.\n"

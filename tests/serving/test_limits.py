@@ -1,0 +1,83 @@
+"""A server with two engines and one front end that takes three requests."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import doors
+import pytest
+from doors import ServerError, wait_until
+
+from photon_backend.serve import Server, start_server
+
+ENDLESS: dict[str, Any] = {"task": "caption", "max_tokens": 700, "temperature": 0}
+GOOD: dict[str, Any] = {"task": "caption", "max_tokens": 3, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    settings = {"PHOTON_MAX_OPEN_REQUESTS": "3", "PHOTON_MAX_IMAGE_BYTES": "4000", "PHOTON_THREADS": "1"}
+    log = tmp_path_factory.mktemp("log") / "server.log"
+    with start_server(checkpoint, front_ends=1, engines=2, settings=settings, log=log) as server:
+        wait_until(lambda: sum(metric(server, "up").values()) == 2, 60, "both engines up")
+        yield server
+
+
+def metric(server: Server, name: str) -> dict[int, float]:
+    """Values by engine."""
+    with doors.OPENER.open(server.metrics_url) as reply:
+        text = reply.read().decode()
+    return {int(n): float(value) for n, value in re.findall(rf'photon_{name}{{engine="(\d)"}} (\S+)', text)}
+
+
+def status_of(server: Server, engine: int) -> dict[str, Any]:
+    """photon_engine has one instance per engine and any of them may answer."""
+    while (status := doors.status(server))["engine"] != engine:
+        time.sleep(0.01)
+    return status
+
+
+def test_pictures_are_spread_and_come_back(small: Server, pictures: list[bytes]) -> None:
+    """Each picture goes to one engine, the same the second time, where its prefix is cached."""
+    first = [doors.grpc_stream(small, image=picture, **GOOD) for picture in pictures]
+    again = [doors.grpc_stream(small, image=picture, **GOOD) for picture in pictures]
+    assert all(b.usage["cached_tokens"] > 0 and b.same_result(a) for a, b in zip(first, again, strict=True))  # type: ignore[index]
+    wait_until(lambda: sum(metric(small, "done_total").values()) == 2 * len(pictures), 5, "counted")
+    assert all(count > 0 for count in metric(small, "done_total").values())
+
+
+def test_more_requests_than_a_front_end_takes(small: Server, pictures: list[bytes]) -> None:
+    with ThreadPoolExecutor(3) as threads:
+        asked = [
+            threads.submit(doors.grpc_stream, small, image=picture, max_time_ms=4000, **ENDLESS)
+            for picture in pictures[:3]
+        ]
+        wait_until(lambda: sum(metric(small, "running").values()) == 3, 10, "three running")
+        with pytest.raises(ServerError, match=r"^\[UNAVAILABLE\] .*3 requests"):
+            doors.grpc_stream(small, image=pictures[4], **GOOD)
+        assert all(future.result().finish_reason in ("deadline", "length") for future in asked)
+    assert doors.grpc_stream(small, image=pictures[4], **GOOD).text
+
+
+def test_picture_larger_than_the_limit(small: Server) -> None:
+    for door in doors.DOORS.values():
+        with pytest.raises(ServerError, match=r"\[INVALID_ARG\] .*image"):
+            door(small, image=b"\x89PNG\r\n\x1a\n" + bytes(10_000), **GOOD)
+
+
+def test_one_engine_of_two_dies(small: Server, pictures: list[bytes]) -> None:
+    """The other one answers everything meanwhile and photon stays loaded."""
+    os.kill(status_of(small, 1)["pid"], signal.SIGKILL)
+    wait_until(lambda: not status_of(small, 1)["up"], 5, "noticed")
+    for picture in pictures:
+        assert doors.grpc_stream(small, image=picture, **GOOD).text
+    assert small.is_ready()
+    wait_until(lambda: status_of(small, 1)["up"], 60, "back")
+    assert status_of(small, 1)["restarts"] == 1 and status_of(small, 0)["restarts"] == 0
