@@ -40,16 +40,17 @@ class Truth:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m photon_backend.demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--picture", type=Path, default=min(PICTURES.glob("*.png"), default=PICTURES / "none.png"))
+    parser.add_argument("--picture", type=Path, help="a PNG with its JSON [the richest of the bundled ones]")
     parser.add_argument("--save", type=Path, default=Path("out/demo.png"), help="annotated picture [%(default)s]")
     options = parser.parse_args(arguments)
     try:
-        truth = read_truth(options.picture)
+        picture = options.picture or richest_picture()
+        truth = read_truth(picture)
         print("Starting Triton with the bundled model on the CPU ...", flush=True)
         begun = time.monotonic()
         with start_server() as server:
             print(f"Ready after {time.monotonic() - begun:.0f} s: gRPC {server.grpc_url}, HTTP {server.http_url}\n")
-            wrong = Demo(server, options.picture, truth).run(options.save)
+            wrong = Demo(server, picture, truth).run(options.save)
     except (LaunchError, PhotonError, OSError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
@@ -57,6 +58,19 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     print(f"Server stopped. {f'{wrong} answers were wrong.' if wrong else 'All answers were right.'}")
     return 1 if wrong else 0
+
+
+def richest_picture() -> Path:
+    """The bundled picture with a printed text, if any has one, and the most objects. Raises FileNotFoundError."""
+
+    def riches(picture: Path) -> tuple[bool, int]:
+        document = json.loads(picture.with_suffix(".json").read_text())
+        return document["printed"] is not None, len(document["items"])
+
+    pictures = sorted(PICTURES.glob("*.png"))
+    if not pictures:
+        raise FileNotFoundError(f"no pictures in {PICTURES}")
+    return max(pictures, key=riches)
 
 
 def read_truth(picture: Path) -> Truth:
