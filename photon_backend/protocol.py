@@ -50,6 +50,13 @@ class Sampling(msgspec.Struct, frozen=True):
     seed: int = 0  # 0 .. 2**63-1; the front end draws one when the user gives none
 
 
+class GrammarSpec(msgspec.Struct, frozen=True):
+    """What the text of an answer must be. With reasoning it binds the answer only."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str  # a JSON schema, a regular expression, a JSON list of strings, or a grammar in llguidance's Lark dialect
+
+
 class Submit(msgspec.Struct, tag="submit"):
     request_id: str
     task: Task
@@ -61,6 +68,7 @@ class Submit(msgspec.Struct, tag="submit"):
     max_objects: int = 50  # detect and point
     max_time_ms: float = 0.0  # from the arrival at the engine; 0: no deadline
     sampling: Sampling = Sampling()
+    grammar: GrammarSpec | None = None  # query and caption
 
 
 class Picture(msgspec.Struct, tag="picture"):
@@ -139,6 +147,10 @@ class Status(msgspec.Struct):
     prefix_misses: int = 0
     host_ms: float = 0.0  # host time of all ticks, waiting excluded
     ticks: int = 0
+    steps_deferred: int = 0  # sampled only after the commit of the step before: a host grammar was behind
+    constrained_device: int = 0  # requests whose grammar ran as tables on the device
+    constrained_host: int = 0  # requests whose grammar ran in a host matcher
+    constrained_fallback: int = 0  # of those, regular ones whose tables were too large or found no room
 
 
 class Beat(msgspec.Struct, tag="beat"):

@@ -8,12 +8,13 @@ Which task takes which option:
 
     every task       max_time_ms; temperature, top_p, top_k, max_tokens and seed too, so that one set of options can
                      serve all tasks, but detect and point are always greedy and bounded by max_objects: no effect there
-    query, caption   stop
+    query, caption   stop; one of json_schema, regex, choice, grammar
     query            reasoning, spatial_refs
     caption          length
     detect, point    max_objects
 
-An option of another task is refused, unless its value asks for nothing (`reasoning: false`, `stop: []`).
+An option of another task is refused, unless its value asks for nothing (`reasoning: false`, `stop: []`). Whether a
+grammar can be kept is not looked at here, see grammar/check.py.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Annotated, Any, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from photon_backend.protocol import TASKS, PhotonError, Sampling, Task
+from photon_backend.protocol import TASKS, GrammarSpec, PhotonError, Sampling, Task
 
 Length = Literal["short", "normal", "long"]
 Scalar = str | int | float | bool
@@ -59,6 +60,7 @@ class Request(msgspec.Struct, frozen=True):
     reasoning: bool = False
     spatial_refs: list[list[float]] = []  # [x, y] or [x_min, y_min, x_max, y_max], 0..1
     max_time_ms: float = 0.0  # 0: no deadline
+    grammar: GrammarSpec | None = None
 
 
 class _Option(msgspec.Struct, frozen=True):
@@ -68,6 +70,8 @@ class _Option(msgspec.Struct, frozen=True):
 
 
 _StopString = Annotated[str, Meta(min_length=1, max_length=256)]
+_GrammarText = Annotated[str, Meta(min_length=1)]
+_TEXT_TASKS: tuple[Task, ...] = ("query", "caption")
 _OPTIONS: dict[str, _Option] = {
     "temperature": _Option(Annotated[float, Meta(ge=0, le=2)], "a number from 0 (greedy) to 2"),
     "top_p": _Option(Annotated[float, Meta(gt=0, le=1)], "a number above 0, at most 1"),
@@ -77,7 +81,7 @@ _OPTIONS: dict[str, _Option] = {
     "stop": _Option(
         _StopString | Annotated[list[_StopString], Meta(max_length=8)],
         "a string or a list of at most 8 strings, each of 1 to 256 characters",
-        ("query", "caption"),
+        _TEXT_TASKS,
     ),
     "max_objects": _Option(Annotated[int, Meta(ge=1, le=1000)], "an integer from 1 to 1000", ("detect", "point")),
     "length": _Option(Length, "one of short, normal, long", ("caption",)),
@@ -91,8 +95,12 @@ _OPTIONS: dict[str, _Option] = {
     "max_time_ms": _Option(
         Annotated[float, Meta(gt=0, le=86_400_000)], "milliseconds, a number above 0, at most a day"
     ),
+    "json_schema": _Option(dict[str, Any] | bool | str, "a JSON schema, as an object or as JSON text", _TEXT_TASKS),
+    "regex": _Option(_GrammarText, "a regular expression", _TEXT_TASKS),
+    "choice": _Option(list[str] | str, "a list of strings, or its JSON text", _TEXT_TASKS),
+    "grammar": _Option(_GrammarText, "a grammar in llguidance's Lark dialect", _TEXT_TASKS),
 }
-_NOT_AVAILABLE = ("json_schema", "regex", "choice")
+_GRAMMARS = ("json_schema", "regex", "choice", "grammar")
 _SAMPLING = tuple(field.name for field in msgspec.structs.fields(Sampling))
 
 
@@ -102,7 +110,7 @@ def parse_request(raw: RawRequest, default_seed: int) -> Request:
     options = _options(raw)
     for name, value in options.items():
         tasks = _OPTIONS[name].tasks
-        if value and task not in tasks:
+        if (value or name in _GRAMMARS) and task not in tasks:
             raise invalid(f"{name} does not apply to task {task}, only to {' and '.join(tasks)}")
     if raw.image is None and task != "query":
         raise invalid(f"image is required for task {task}")
@@ -111,14 +119,31 @@ def parse_request(raw: RawRequest, default_seed: int) -> Request:
     sampling = {"seed": default_seed, **{name: options.pop(name) for name in _SAMPLING if name in options}}
     if sampling.get("temperature", 1.0) < GREEDY_BELOW:
         sampling["temperature"] = 0.0
+    grammar = _grammar(options)
     return Request(
         task=task,
         text=_text(raw.text_input, task),
         image=raw.image,
         stream=raw.stream,
         sampling=Sampling(**sampling),
+        grammar=grammar,
         **options,
     )
+
+
+def _grammar(options: dict[str, Any]) -> GrammarSpec | None:
+    """Takes the grammar out of the options."""
+    given = [name for name in _GRAMMARS if name in options]
+    if len(given) > 1:
+        raise invalid(f"{' and '.join(given)} cannot be combined; give one of them")
+    if not given:
+        return None
+    (name,) = given
+    value = options.pop(name)
+    if name == "grammar":
+        return GrammarSpec("lark", value)
+    text = value if name == "regex" else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return GrammarSpec(name, text)  # type: ignore[arg-type]
 
 
 def invalid(message: str) -> PhotonError:
@@ -182,16 +207,21 @@ def _json_options(text: str | None) -> Iterable[tuple[str, Any]]:
         raise invalid(f"{wanted}, got {short_repr(text)}") from None
     if not isinstance(members, _Members):
         raise invalid(f"{wanted}, got {short_repr(text)}")
-    return members
+    return [(name, _plain(value)) for name, value in members]
 
 
 class _Members(list[tuple[str, Any]]):
     pass
 
 
+def _plain(value: Any) -> Any:
+    """The value with dictionaries for objects; the parser's own limit bounds the recursion."""
+    if isinstance(value, _Members):
+        return {name: _plain(inner) for name, inner in value}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value
+
+
 def _convert(name: str, value: Any) -> Any:
-    if name in _NOT_AVAILABLE:
-        raise invalid(f"{name} is not available in this version")
     option = _OPTIONS.get(name)
     if option is None:
         close = difflib.get_close_matches(name[:100], _OPTIONS, 1)
@@ -203,9 +233,34 @@ def _convert(name: str, value: Any) -> Any:
         converted = None
     if name == "stop" and isinstance(converted, str):
         converted = [converted]
-    if converted is None or (name == "spatial_refs" and not all(map(_is_spatial_ref, converted))):
+    if name in ("json_schema", "choice") and isinstance(converted, str):
+        converted = _json_value(converted, dict | bool if name == "json_schema" else list)
+    if converted is None or not _is_sound(name, converted):
         raise invalid(f"{name} must be {option.expected}, got {short_repr(value)}")
     return converted
+
+
+def _json_value(text: str, types: Any) -> Any:
+    """None when it is not the JSON text of such a value."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, types) else None
+
+
+def _is_sound(name: str, value: Any) -> bool:
+    """What a type cannot say. A grammar goes to a parser that takes valid Unicode only."""
+    if name == "spatial_refs":
+        return all(map(_is_spatial_ref, value))
+    if name in _GRAMMARS:
+        if name == "choice" and not all(isinstance(choice, str) for choice in value):
+            return False
+        try:
+            (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)).encode()
+        except (ValueError, RecursionError):  # a lone surrogate, a number that JSON has not
+            return False
+    return True
 
 
 def _is_spatial_ref(ref: list[float]) -> bool:

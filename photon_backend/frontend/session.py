@@ -12,6 +12,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from photon_backend.frontend.detokenizer import Detokenizer, StopFilter
 from photon_backend.frontend.images import EncodedImage, decode_image, read_image
 from photon_backend.frontend.options import RawRequest, Request, parse_request
 from photon_backend.frontend.prompts import build_prompt
+from photon_backend.grammar.matcher import validate
 from photon_backend.model.config import ModelConfig, TokenizerConfig, load_config
 from photon_backend.model.crops import make_crops
 from photon_backend.model.tokenizer import TextTokenizer
@@ -55,6 +57,7 @@ class FrontEnd:
         self.settings = settings
         self.config: ModelConfig = load_config(Path(settings.checkpoint))
         self.tokenizer = TextTokenizer(Path(settings.checkpoint) / "tokenizer.json")
+        self._validate = lru_cache(maxsize=256)(validate)  # a good grammar is looked at once
         Image.init()  # loads the picture formats now and not within the first request: 0.1 s
 
     def open(self, raw: RawRequest, request_id: str) -> Session:
@@ -63,6 +66,8 @@ class FrontEnd:
         request = parse_request(raw, default_seed=secrets.randbelow(2**63))
         image = read_image(request.image, self.settings) if request.image is not None else None
         prompt = build_prompt(request, self.config, self.tokenizer)
+        if request.grammar is not None:
+            self._validate(request.grammar)
         max_tokens = min(request.sampling.max_tokens, self.config.text.max_context)
         submit = Submit(
             request_id=request_id,
@@ -75,6 +80,7 @@ class FrontEnd:
             max_objects=request.max_objects,
             max_time_ms=request.max_time_ms,
             sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens),
+            grammar=request.grammar,
         )
         return Session(self, request, submit, image, preprocess_ms=(time.perf_counter() - start) * 1e3)
 

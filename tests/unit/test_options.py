@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from photon_backend.frontend.options import MAX_SPATIAL_REFS, RawRequest, Request, parse_request
-from photon_backend.protocol import PhotonError, Sampling
+from photon_backend.protocol import GrammarSpec, PhotonError, Sampling
 from tests.unit.front_end_parts import fuzz
 
 IMAGE = b"not looked at here"
@@ -24,6 +24,12 @@ EXAMPLES: dict[str, tuple[str, Any]] = {  # option: (a task that takes it, a goo
     "reasoning": ("query", True),
     "spatial_refs": ("query", [[0.5, 0.5], [0.1, 0.2, 0.3, 0.4]]),
     "max_time_ms": ("point", 1.5),
+}
+GRAMMARS: dict[str, tuple[Any, GrammarSpec]] = {
+    "json_schema": ({"type": "object", "b": {"a": 1}}, GrammarSpec("json_schema", '{"type":"object","b":{"a":1}}')),
+    "regex": ("[0-9]+", GrammarSpec("regex", "[0-9]+")),
+    "choice": (["red", "gr\u00fcn"], GrammarSpec("choice", '["red","gr\u00fcn"]')),
+    "grammar": ('start: "a"', GrammarSpec("lark", 'start: "a"')),
 }
 SCALARS = [name for name, (_, value) in EXAMPLES.items() if not isinstance(value, list)]
 
@@ -115,12 +121,17 @@ WRONG = [
         ],
     ),
     ("max_time_ms", [0, -5, "soon", 1e12]),
+    ("json_schema", [5, [], "", "{", "[]", "5", {"minimum": float("nan")}, {"const": "\ud800"}]),
+    ("regex", ["", 5, [], "\ud800"]),
+    ("choice", [5, {}, "a", "{}", [1], [["a"]], ["\ud800"]]),
+    ("grammar", ["", {}, "\ud800"]),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG for value in values])
 def test_a_wrong_value_is_refused_by_name(name: str, value: Any) -> None:
-    assert refusal(EXAMPLES[name][0], {name: value}).startswith(f"{name} must be ")
+    task = EXAMPLES[name][0] if name in EXAMPLES else "query"
+    assert refusal(task, {name: value}).startswith(f"{name} must be ")
 
 
 @pytest.mark.parametrize(
@@ -144,9 +155,23 @@ def test_sampling_options_do_no_harm_to_spatial_tasks(task: str) -> None:
     parse(task, {name: EXAMPLES[name][1] for name in ("temperature", "top_p", "top_k", "max_tokens", "seed")})
 
 
-@pytest.mark.parametrize("name", ["json_schema", "regex", "choice"])
-def test_later_options_say_so(name: str) -> None:
-    assert refusal("query", {name: "x"}) == f"{name} is not available in this version"
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_reaches_the_request(name: str) -> None:
+    value, spec = GRAMMARS[name]
+    text = value if isinstance(value, str) else json.dumps(value)
+    assert parse("query", {name: value}).grammar == parse("caption", None, {name: text}).grammar == spec
+
+
+@pytest.mark.parametrize("task", ["detect", "point"])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_of_a_spatial_task_is_refused(task: str, name: str) -> None:
+    assert (
+        refusal(task, {name: GRAMMARS[name][0]}) == f"{name} does not apply to task {task}, only to query and caption"
+    )
+
+
+def test_two_grammars_are_refused() -> None:
+    assert refusal("query", {"regex": "a", "choice": ["a"]}).startswith("regex and choice cannot be combined")
 
 
 def test_unknown_options_are_named_with_the_closest_known_one() -> None:
@@ -194,7 +219,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=10,
 )
-names = st.sampled_from([*EXAMPLES, "json_schema"]) | st.text(st.characters(), max_size=12)
+names = st.sampled_from([*EXAMPLES, *GRAMMARS]) | st.text(st.characters(), max_size=12)
 scalars = st.booleans() | st.integers() | st.floats() | st.text(st.characters(), max_size=8)
 
 

@@ -1,0 +1,113 @@
+"""What a grammar must satisfy before the library sees it, and its text for the library. Pure Python, fast.
+
+The library refuses what it cannot compile. What it would accept and then not keep is refused here: a keyword that it
+does not know (it would be ignored), options that loosen a schema, and token syntax in a Lark grammar (a control token
+inside an answer would let a client write the model's own structure). The bounds keep its recursion far from the end of
+a thread's stack of 8 MB: 2,000 rules or 3,000 nested schemas in a chain are where it overflows.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from photon_backend.protocol import GrammarSpec, PhotonError
+
+OPTION_OF_KIND = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark": "grammar"}
+MAX_CHARS = 1 << 16
+MAX_RULES = 1000  # of a Lark grammar, and schemas of a JSON schema that uses $ref
+MAX_CHOICES = 1024
+
+# keyword: where its value holds further schemas
+_ONE = ("additionalItems", "additionalProperties", "items")
+_MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")
+_PLAIN = """
+    $anchor $comment $id $ref $schema const contentEncoding contentMediaType default deprecated description
+    discriminator enum examples exclusiveMaximum exclusiveMinimum format id maxItems maxLength maxProperties maximum
+    minItems minLength minProperties minimum multipleOf pattern readOnly required title type writeOnly
+"""
+
+_LARK_REFUSED = (
+    (re.compile(r"<[\[|]"), "tokens by name or number, such as <|name|> or <[1]>"),
+    (re.compile(r"%llguidance\s*\{\s*[^}\s]"), "options in %llguidance"),
+    (re.compile(r"\btemperature\s*="), "temperature"),
+    (re.compile(r"x-guidance"), "x-guidance"),
+)
+
+
+def refuse(spec: GrammarSpec, why: str) -> PhotonError:
+    """INVALID_ARG with one short, printable sentence."""
+    text = " ".join(why.split()).encode("ascii", "replace").decode()
+    return PhotonError(
+        "INVALID_ARG", f"{OPTION_OF_KIND[spec.kind]}: {text if len(text) <= 240 else text[:237] + '...'}"
+    )
+
+
+def check(spec: GrammarSpec) -> None:
+    """Raises PhotonError INVALID_ARG naming the option and the keyword."""
+    if len(spec.text) > MAX_CHARS:
+        raise refuse(spec, f"it has {len(spec.text)} characters; at most {MAX_CHARS} are accepted")
+    if spec.kind == "json_schema":
+        _check_schema(spec)
+    elif spec.kind == "lark":
+        for pattern, what in _LARK_REFUSED:
+            if pattern.search(spec.text):
+                raise refuse(spec, f"{what} cannot be used here")
+        if max(spec.text.count(":"), spec.text.count("{")) > MAX_RULES:
+            raise refuse(spec, f"more than {MAX_RULES} rules are not accepted")
+    elif spec.kind == "choice":
+        choices = json.loads(spec.text)
+        if not 1 <= len(choices) <= MAX_CHOICES or "" in choices:
+            raise refuse(spec, f"give 1 to {MAX_CHOICES} strings, none of them empty")
+
+
+def _check_schema(spec: GrammarSpec) -> None:
+    schema = json.loads(spec.text)
+    if schema is False:
+        raise refuse(spec, "no value satisfies the schema false")
+    if '"$ref"' in spec.text and spec.text.count("{") > MAX_RULES:
+        raise refuse(spec, f"more than {MAX_RULES} schemas are not accepted together with $ref")
+    try:
+        _check_keywords(spec, schema)
+    except RecursionError:
+        raise refuse(spec, "it is nested too deeply") from None
+
+
+def _check_keywords(spec: GrammarSpec, schema: Any) -> None:
+    if not isinstance(schema, dict):
+        return  # true, false, or something that the library refuses
+    for keyword, value in schema.items():
+        if keyword in _ONE or keyword in _MANY:
+            for inner in value if isinstance(value, list) else [value]:
+                _check_keywords(spec, inner)
+        elif keyword in _NAMED:
+            for inner in value.values() if isinstance(value, dict) else []:
+                _check_keywords(spec, inner)
+        elif keyword not in _PLAIN.split() and (not keyword.startswith("x-") or keyword == "x-guidance"):
+            raise refuse(spec, f"the keyword {keyword!r} is not supported")
+
+
+def lark_of(spec: GrammarSpec) -> str:
+    """The grammar in the library's dialect of Lark.
+
+    `no_forcing`: every spelling of a forced text is legal, so masks depend on the language alone. Whitespace between
+    the tokens of JSON is not legal: a model that likes it would loop in it for ever. \\d, \\w and \\s are ASCII.
+    """
+    if spec.kind == "lark":
+        return f'%llguidance {{"no_forcing": true}}\n{spec.text}'
+    if spec.kind == "choice":
+        # one terminal: alternatives in one automaton, not lexemes of which the longest would win
+        body = "start: CHOICE\nCHOICE: " + " | ".join(
+            json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text)
+        )
+    elif spec.kind == "regex":
+        from llguidance import regex_to_lark
+
+        body = f"start: /{regex_to_lark(spec.text, 'dws')}/"
+    else:
+        schema = json.loads(spec.text)
+        options = {"x-guidance": {"whitespace_flexible": False}}
+        body = "start: %json " + json.dumps({**({} if schema is True else schema), **options}, ensure_ascii=False)
+    return f'%llguidance {{"no_forcing": true}}\n{body}'

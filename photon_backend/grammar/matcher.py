@@ -1,0 +1,150 @@
+"""Host matchers, on the llguidance library. Imported only where a grammar is used.
+
+What its use has to heed (each has a test):
+- An error does not raise. A matcher that failed, also one that was given an illegal token, says that only eos is
+  legal; so every answer is followed by a look at `is_error`.
+- Its first mask of a free-text pattern costs milliseconds, the later ones microseconds: a prototype is asked once
+  before it is copied.
+- Copies share their prototype's lexer and a lock, so many copies of one would fill their masks one after the other. A
+  hot grammar gets a new prototype every `COPIES` copies.
+- The model's vocabulary may be padded beyond the tokenizer, and a control token is legal nowhere: what the tokenizer
+  itself does not rule out is masked here.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from photon_backend.grammar.check import check, lark_of, refuse
+from photon_backend.model.config import ModelConfig
+from photon_backend.protocol import GrammarSpec, PhotonError
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+
+COPIES = 8  # of one prototype
+PROTOTYPES = 8  # of one grammar that are kept
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
+
+
+def validate(spec: GrammarSpec) -> None:
+    """Whether the grammar compiles, without a vocabulary. Milliseconds, bounded by the library's own limits.
+
+    Raises PhotonError: INVALID_ARG naming the keyword, or UNAVAILABLE when the library is not installed.
+    """
+    check(spec)
+    library = _library()
+    _, messages = library.LLMatcher.validate_grammar_with_warnings(lark_of(spec))
+    if messages:  # a warning means that something is not kept as it was written
+        raise refuse(spec, _sentence(messages[0]))
+
+
+def _library():  # type: ignore[no-untyped-def]
+    try:
+        import llguidance
+    except ImportError:
+        raise PhotonError(
+            "UNAVAILABLE", "constrained answers need the package llguidance, which this server does not have"
+        ) from None
+    return llguidance
+
+
+def _sentence(message: str) -> str:
+    """The library's message without its place, its picture of the source and an option that is not ours."""
+    if message.find("coerce_one_of") >= 0:
+        return "oneOf is supported only where its alternatives exclude each other"
+    return _PLACE.sub("", message.split("\n   1 |")[0].split("\n<state>")[0])
+
+
+class Vocabulary:
+    """The checkpoint's tokens for the library. Safe to share between threads."""
+
+    def __init__(self, checkpoint: Path, config: ModelConfig) -> None:
+        """Raises PhotonError UNAVAILABLE without the library, FileNotFoundError without a tokenizer."""
+        text = (checkpoint / "tokenizer.json").read_text(encoding="utf-8")
+        library = _library()
+        size, ids = config.text.vocab_size, config.tokenizer
+        self.tokens: LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=ids.eos_id)
+        self.executor: LLExecutor = library.LLExecutor()
+        self.new_matcher = library.LLMatcher
+        control = {ids.bos_id, ids.answer_id, ids.thinking_id, ids.coord_id, ids.size_id}
+        control |= {ids.start_ground_points_id, ids.end_ground_id}
+        control |= {token for token in range(size) if self.tokens.is_special_token(token)}
+        bits = np.ones(-(-size // 32) * 32, np.uint8)
+        bits[size:] = 0
+        bits[sorted(control - {ids.eos_id})] = 0
+        self.ordinary = np.packbits(bits, bitorder="little").view(np.int32)  # and eos
+
+
+class Prototypes:
+    """One compiled grammar, from which matchers are copied. Used by the threads that compile."""
+
+    def __init__(self, spec: GrammarSpec, vocabulary: Vocabulary) -> None:
+        """Raises PhotonError INVALID_ARG when it does not compile, or when nothing satisfies it."""
+        self._spec, self._vocabulary = spec, vocabulary
+        self._lark = lark_of(spec)
+        self._lock = threading.Lock()
+        self._prototypes: list[LLMatcher] = []
+        self._copies = 0
+        self._grow()
+
+    def matcher(self) -> LibraryMatcher:
+        with self._lock:
+            if self._copies and self._copies % COPIES == 0:
+                self._grow()
+            self._copies += 1
+            return LibraryMatcher(self._prototypes[-1].deep_copy(), self._vocabulary)
+
+    def _grow(self) -> None:
+        if len(self._prototypes) == PROTOTYPES:
+            self._prototypes.append(self._prototypes.pop(0))
+            return
+        prototype = self._vocabulary.new_matcher(self._vocabulary.tokens, self._lark, log_level=0)
+        matcher = LibraryMatcher(prototype, self._vocabulary)
+        line = np.zeros_like(self._vocabulary.ordinary)
+        matcher.fill(line)
+        if matcher.failure or not line.any():
+            raise refuse(self._spec, matcher.failure or "no answer satisfies it")
+        self._prototypes.append(prototype)
+
+
+class LibraryMatcher:
+    """The state of one answer. `failure` is empty while it can go on."""
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+        self._matcher, self._vocabulary = matcher, vocabulary
+        self.failure = ""
+
+    def fill(self, line: np.ndarray) -> None:
+        """See constraint.py."""
+        self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        self._settle(line)
+
+    def advance(self, token: int) -> None:
+        self._matcher.consume_token(token)
+
+    @staticmethod
+    def fill_many(pairs: Sequence[tuple[LibraryMatcher, int]], mask: np.ndarray) -> None:
+        """Fills lines of a C-contiguous int32 [B, ceil(V / 32)], in parallel and without the GIL."""
+        vocabulary = pairs[0][0]._vocabulary
+        work = [(matcher._matcher, line) for matcher, line in pairs]
+        vocabulary.executor.unsafe_compute_mask_ptr(work, mask.ctypes.data, mask.strides[0], len(mask))
+        for matcher, line in pairs:
+            matcher._settle(mask[line])
+
+    def _settle(self, line: np.ndarray) -> None:
+        if self._matcher.is_error():
+            self.failure = _sentence(self._matcher.get_error()) or "its matcher stopped"
+            line[:] = 0
+        line &= self._vocabulary.ordinary
+
+
+def legal_ids(line: np.ndarray) -> Iterable[int]:
+    """Ids of the set bits, ascending."""
+    return np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little")).tolist()
