@@ -116,7 +116,7 @@ class Demo:
         question, answer = self.truth.questions[-1]
         self._show("query", question, self._generate(task="query", text_input=question), answer)
         save.parent.mkdir(parents=True, exist_ok=True)
-        annotate(self.picture, objects, points, label=self.truth.name).save(save)
+        annotate(annotate(self.picture, objects, label=self.truth.name), points=points).save(save)
         print(f"\nBoxes and points are drawn in {save}")
         return self.wrong
 

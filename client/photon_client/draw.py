@@ -21,17 +21,18 @@ def annotate(image: ImageLike, objects: Objects = (), points: Objects = (), labe
     """A copy of the displayed picture (RGB, upright) with boxes and points on it, each with its label.
 
     `objects` are dicts with x_min, y_min, x_max, y_max, `points` dicts with x, y, all in 0..1 of the displayed picture.
-    With more than one thing to show, labels are numbered from 1. A picture whose longer side is below 480 px is
+    Where there are several, labels are numbered from 1. A picture whose longer side is below 480 px is
     enlarged by a whole factor without smoothing.
     """
     picture = displayed_image(image)
     factor = -(-MIN_SIDE // max(picture.size)) if max(picture.size) < MIN_SIDE else 1
     picture = picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
     pen = _Pen(picture)
-    anchors = [pen.box(box, colour) for box, colour in zip(objects, cycle(COLOURS), strict=False)]
-    anchors += [pen.point(point, colour) for point, colour in zip(points, cycle(COLOURS), strict=False)]
-    for number, anchor in enumerate(anchors, 1):  # after all lines, so that none crosses a label
-        pen.label(f"{label} {number}" if len(anchors) > 1 else label, *anchor)
+    boxes = [pen.box(box, colour) for box, colour in zip(objects, cycle(COLOURS), strict=False)]
+    dots = [pen.point(point, colour) for point, colour in zip(points, cycle(COLOURS), strict=False)]
+    for anchors in (boxes, dots):  # after all lines, so that none crosses a label
+        for number, anchor in enumerate(anchors, 1):
+            pen.label(f"{label} {number}" if len(anchors) > 1 else label, *anchor)
     return picture
 
 
