@@ -34,7 +34,7 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "max_objects": ({"task": "point", "text_input": "cat", "max_objects": 0}, ["max_objects"]),
     "stop": ({"stop": [""]}, ["stop"]),
     "spatial_refs": ({"task": "query", "text_input": "?", "spatial_refs": [[2.0, 0.5]]}, ["spatial_refs"]),
-    "a prompt that never fits": ({"task": "query", "text_input": "word " * 4000}, ["text_input", "4007"]),
+    "a prompt that never fits": ({"task": "query", "text_input": "word " * 4000}, ["text_input", "tokens"]),
 }
 
 
