@@ -61,8 +61,8 @@ def make_batch(encoder: Encoder, scene_seeds: Sequence[int], question_len: int) 
 
     globals uint8 [B, side, side, 3], tiles uint8 [tiles, side, side, 3], tile_picture and tile_kind int64 [tiles] (the
     second counts the tiles of all tilings of `tilings_of` through); ids, positions int64 and segments uint8 [B, Q],
-    sees_picture bool [B, Q], values float32 [B, Q, 2]; token_place and token int64, coord_place int64 and coord
-    float32, size_place int64 [n] and size float32 [n, 2], both in bins; and the cell targets of `_cells`.
+    sees_picture bool [B, Q], values float32 [B, Q, 2]; token_place and token int64, token_weight float32, coord_place
+    int64 and coord float32, size_place int64 and size float32 [n, 2], coord and size in bins; and what `_cells` gives.
     """
     rows, crops, tilings, cells = [], [], [], []
     for seed in scene_seeds:
@@ -111,6 +111,7 @@ def _empty_row(question_len: int) -> dict[str, np.ndarray]:
         "sees_picture": np.zeros(question_len, bool),
         "values": np.zeros((question_len, 2), np.float32),
         "token": np.full(question_len, NONE, np.int64),
+        "token_weight": np.zeros(question_len, np.float32),
         "coord": np.full(question_len, NONE, np.float32),
         "size": np.full((question_len, 2), NONE, np.float32),
     }
@@ -120,6 +121,8 @@ def _write(row: dict[str, np.ndarray], start: int, spelling: Spelling) -> None:
     end = start + len(spelling.ids)
     row["ids"][start:end] = spelling.ids
     row["token"][start:end] = spelling.tokens
+    num_wanted = len(spelling.tokens) - spelling.tokens.count(NONE)
+    row["token_weight"][start:end] = num_wanted**-0.5  # so that captions do not drown the short answers
     for name, wanted in (("values", spelling.values), ("coord", spelling.coords), ("size", spelling.sizes)):
         for place, value in wanted.items():
             row[name][start + place] = value
@@ -127,12 +130,13 @@ def _write(row: dict[str, np.ndarray], start: int, spelling: Spelling) -> None:
 
 def _with_places(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Replaces the dense targets by lists of targets and their flat places, so that the GPU need not search them."""
-    batch = {name: array for name, array in arrays.items() if name not in ("token", "coord", "size")}
+    batch = {name: array for name, array in arrays.items() if name not in ("token", "token_weight", "coord", "size")}
     for name in ("token", "coord", "size"):
         flat = arrays[name].reshape(-1, *arrays[name].shape[2:])
         wanted = flat != NONE if flat.ndim == 1 else flat[:, 0] != NONE
         batch[f"{name}_place"] = np.nonzero(wanted)[0]
         batch[name] = flat[wanted]
+    batch["token_weight"] = arrays["token_weight"].ravel()[batch["token_place"]]
     return batch
 
 

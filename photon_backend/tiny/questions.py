@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -37,6 +38,8 @@ ASKERS: tuple[tuple[Asker, float], ...] = (
     (relations.ask_relation, 2.4),
     (spatial.ask_reference, 1.4),
 )
+_FUNCTIONS = tuple(asker for asker, _ in ASKERS)
+_CUMULATIVE = tuple(itertools.accumulate(share for _, share in ASKERS))
 REASONING_SHARE = 0.12  # of the queries that have evidence to point at
 CHAT_SHARE = 0.035
 
@@ -45,10 +48,9 @@ def draw_question(rng: random.Random, scene: Scene) -> Question:
     """One question that the scene answers."""
     if rng.random() < CHAT_SHARE:
         return ask_without_picture(rng)
-    askers, weights = zip(*ASKERS, strict=True)
     question = None
     while question is None:
-        question = rng.choices(askers, weights)[0](rng, scene)
+        question = rng.choices(_FUNCTIONS, cum_weights=_CUMULATIVE)[0](rng, scene)
     if question.task == "query" and question.marks and rng.random() < REASONING_SHARE:
         return with_reasoning(question)
     return question

@@ -21,6 +21,7 @@ from photon_backend.config import TINY_CHECKPOINT
 from photon_backend.model.attention import dense_attend
 from photon_backend.model.config import load_config
 from photon_backend.model.moondream import Moondream
+from photon_backend.model.region import Region
 from photon_backend.model.vision import Vision
 from photon_backend.model.weights import random_model, save_checkpoint
 from photon_backend.tiny.batches import LETTERS, TEXT_SLOTS, Batches, tilings_of
@@ -28,7 +29,7 @@ from photon_backend.tiny.scenes import COLORS, KINDS, SIZES
 from photon_backend.tiny.spelling import NONE
 
 PICTURES = 128  # of a batch
-QUESTION_LEN = 383  # with the prefix of 145 a multiple of 16
+QUESTION_LEN = 255  # with the prefix of 145 a multiple of 16
 PEAK_RATE, WARMUP, WEIGHT_DECAY, MAX_NORM = 1.5e-3, 400, 0.05, 1.0
 BIN_SPREAD = 1.0  # standard deviation, in bins, of the target around the true value
 COORD_WEIGHT, SIZE_WEIGHT, CELL_WEIGHT = 0.5, 0.3, 0.5
@@ -85,7 +86,7 @@ def encode_pictures(vision: Vision, matrices: Tensor, batch: dict[str, Tensor]) 
     pictures = batch["globals"].shape[0]
     features = vision.encode_crops(torch.cat([batch["globals"], batch["tiles"]]))
     placed = torch.bmm(matrices[batch["tile_kind"]].to(features.dtype), features[pictures:])
-    pooled = torch.zeros_like(features[:pictures]).index_add(0, batch["tile_picture"], placed)
+    pooled = torch.zeros_like(features[:pictures]).index_add(0, batch["tile_picture"], placed.to(features.dtype))
     return vision.proj_mlp(torch.cat([features[:pictures], pooled], dim=-1))
 
 
@@ -105,10 +106,10 @@ def losses(model: Moondream, heads: CellHeads, matrices: Tensor, batch: dict[str
     picture = encode_pictures(model.vision, matrices, batch)
     ids, values = batch["ids"], batch["values"]
     x = text.embed(ids)
-    x = torch.where((ids == special.coord_id)[..., None], region.encode_coordinate(values[..., :1]).to(x.dtype), x)
-    x = torch.where((ids == special.size_id)[..., None], region.encode_size(values).to(x.dtype), x)
+    x = torch.where((ids == special.coord_id)[..., None], region.encode_coordinate(values[..., :1]), x)
+    x = torch.where((ids == special.size_id)[..., None], region.encode_size(values), x)
     bos = text.embed(torch.full_like(ids[:, :1], special.bos_id))
-    x = torch.cat([bos, picture.to(x.dtype), x], dim=1)
+    x = torch.cat([bos, picture, x], dim=1)
     prefix_len = model.config.prefix_len
     before = torch.arange(prefix_len, device=ids.device).expand(ids.shape[0], -1)
     mask = packed_mask(batch["segments"], batch["sees_picture"], prefix_len)
@@ -118,11 +119,15 @@ def losses(model: Moondream, heads: CellHeads, matrices: Tensor, batch: dict[str
     coords = region.decode_coordinate(hidden[batch["coord_place"]]).float()
     sizes = region.decode_size(hidden[batch["size_place"]]).float()
     return {
-        "token": F.cross_entropy(logits, batch["token"]),
+        "token": weighted_loss(logits, batch["token"], batch["token_weight"]),
         "coord": bin_loss(coords, batch["coord"]),
         "size": bin_loss(sizes, batch["size"]),
         "cell": heads(picture, batch),
     }
+
+
+def weighted_loss(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    return (F.cross_entropy(logits, wanted, reduction="none") * weights).sum() / weights.sum()
 
 
 def bin_loss(logits: Tensor, wanted: Tensor) -> Tensor:
@@ -138,21 +143,50 @@ def total(parts: dict[str, Tensor], progress: float) -> Tensor:
     return parts["token"] + COORD_WEIGHT * parts["coord"] + SIZE_WEIGHT * parts["size"] + cell_weight * parts["cell"]
 
 
-def rate(step: int, steps: int, peak: float) -> float:
+def rate(step: int, progress: float, peak: float) -> float:
     """Linear warm-up, then half a cosine to 1 % of the peak."""
     if step < WARMUP:
         return peak * (step + 1) / WARMUP
-    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))))
+    return peak * (0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def optimizer_of(modules: list[nn.Module], peak: float) -> torch.optim.AdamW:
-    """Weight decay on matrices only."""
-    parameters = [p for module in modules for p in module.parameters()]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=True)
+class Optimizer:
+    """AdamW on float32 copies of the bfloat16 weights that forward and backward use."""
+
+    def __init__(self, modules: list[nn.Module], peak: float) -> None:
+        parameters: list[Tensor] = [p for module in modules for p in module.parameters()]
+        self.masters = [p.detach().clone() for p in parameters]
+        for module in modules:
+            module.bfloat16()
+        self.parameters = parameters
+        matrices = [master for master in self.masters if master.dim() >= 2]
+        vectors = [master for master in self.masters if master.dim() < 2]
+        groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
+        self.adam = torch.optim.AdamW(groups, lr=peak, betas=(0.9, 0.98), fused=True)
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
+        for group in self.adam.param_groups:
+            group["lr"] = rate
+        self.adam.step()
+        torch._foreach_copy_(self.parameters, self.masters)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Gives the modules their float32 weights."""
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            parameter.data = master
+
+
+def fix_frequencies(region: Region) -> None:
+    """The Fourier frequencies stay as drawn, rounded to bfloat16, so that they are the same numbers in every dtype."""
+    for frequencies in (region.coord_features, region.size_features):
+        frequencies.requires_grad_(False)
+        frequencies.copy_(frequencies.bfloat16())
 
 
 def train(args: argparse.Namespace) -> Moondream:
@@ -160,30 +194,29 @@ def train(args: argparse.Namespace) -> Moondream:
     torch.manual_seed(args.seed)
     config = load_config(args.checkpoint)
     model = random_model(config, device, torch.float32, args.seed)
+    fix_frequencies(model.region)
     heads = CellHeads(config.text.dim).to(device)
     matrices = stitching(model.vision).to(device)
-    optimizer = optimizer_of([model, heads], args.rate)
+    optimizer = Optimizer([model, heads], args.rate)
     batches = Batches(args.checkpoint, args.seed, args.pictures, QUESTION_LEN, args.steps)
     loader = DataLoader(batches, batch_size=None, num_workers=args.workers, pin_memory=device.type == "cuda")
     started = time.perf_counter()
     for step, batch in enumerate(loader):
-        batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        for group in optimizer.param_groups:
-            group["lr"] = rate(step, args.steps, args.rate)
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            parts = losses(model, heads, matrices, batch)
-        total(parts, step / args.steps).backward()
-        nn.utils.clip_grad_norm_([*model.parameters(), *heads.parameters()], MAX_NORM)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+        progress = max(step / args.steps, (time.perf_counter() - started) / (60 * args.minutes))
+        if progress >= 1:
+            break
+        parts = losses(model, heads, matrices, {k: v.to(device, non_blocking=True) for k, v in batch.items()})
+        total(parts, progress).backward()
+        optimizer.step(rate(step, progress, args.rate))
         if step % args.log_every == 0 or step == args.steps - 1:
-            report(step, args, parts, time.perf_counter() - started)
+            report(step, progress, parts, time.perf_counter() - started)
+    optimizer.restore()
     return model
 
 
-def report(step: int, args: argparse.Namespace, parts: dict[str, Tensor], seconds: float) -> None:
+def report(step: int, progress: float, parts: dict[str, Tensor], seconds: float) -> None:
     line = {name: round(value.item(), 4) for name, value in parts.items()}
-    print(json.dumps({"step": step, "seconds": round(seconds, 1), **line}), flush=True)
+    print(json.dumps({"step": step, "progress": round(progress, 4), "seconds": round(seconds, 1), **line}), flush=True)
 
 
 def main() -> None:
@@ -192,6 +225,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory for the trained checkpoint")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=12000)
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="shortens the schedule if the steps would take longer"
+    )
     parser.add_argument("--pictures", type=int, default=PICTURES, help="of a batch")
     parser.add_argument("--rate", type=float, default=PEAK_RATE)
     parser.add_argument("--device", default="cuda")
