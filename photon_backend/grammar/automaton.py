@@ -1,0 +1,121 @@
+"""Token automata: from a byte automaton and the spelling of the vocabulary to tables over token ids.
+
+All tokens are walked through all states at once. Tokens that went the same way so far are one group with one column of
+states, so the work is that of the distinct ways, not of the vocabulary: the thousands of words that a free string takes
+are a few groups by their number of characters.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from photon_backend.grammar.dfa import Dfa, TooLarge, build_dfa
+from photon_backend.grammar.json_text import parse_schema
+from photon_backend.grammar.regular import Either, Node, NotRegular, literal, parse_regex
+from photon_backend.grammar.spelling import Spelling
+from photon_backend.protocol import GrammarSpec
+
+MAX_STATES = 4096
+
+
+@dataclass(frozen=True)
+class Automaton:
+    """A TokenAutomaton, see constraint.py."""
+
+    masks: np.ndarray
+    classes: np.ndarray
+    next_state: np.ndarray
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of all tables."""
+        return self.masks.size + self.classes.size + self.next_state.size
+
+
+def compile_automaton(spec: GrammarSpec, spelling: Spelling, max_words: int) -> Automaton:
+    """Raises NotRegular when the grammar is of another kind, TooLarge when it passes the limits."""
+    return token_automaton(build_dfa(regular_language(spec), MAX_STATES), spelling, max_words)
+
+
+def regular_language(spec: GrammarSpec) -> Node:
+    """Raises NotRegular."""
+    if spec.kind == "choice":
+        return Either(tuple(literal(choice) for choice in json.loads(spec.text)))
+    if spec.kind == "regex":
+        return parse_regex(spec.text)
+    if spec.kind == "json_schema":
+        return parse_schema(json.loads(spec.text))
+    raise NotRegular("a Lark grammar")
+
+
+def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> Automaton:
+    num_states = len(dfa.accepting)
+    words = -(-len(spelling.lengths) // 32)
+    if num_states * words + len(spelling.lengths) > max_words:
+        raise TooLarge(f"masks of {num_states} states need more than {max_words} words")
+    classes, columns = _classes(dfa, spelling, (max_words - num_states * words) // num_states)
+    reached = columns.T  # [S, K], -1: not legal
+    masks = _masks(reached >= 0, classes, dfa.accepting, spelling.eos_id)
+    if not masks.any(axis=1).all():
+        raise NotRegular("the vocabulary cannot spell it")
+    stays = np.arange(num_states, dtype=np.int32)[:, None]
+    next_state = np.ascontiguousarray(np.where(reached < 0, stays, reached))
+    automaton = Automaton(masks, classes, next_state)
+    if automaton.num_words > max_words:
+        raise TooLarge(f"tables of {automaton.num_words} words, at most {max_words} are allowed")
+    return automaton
+
+
+def _classes(dfa: Dfa, spelling: Spelling, max_columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """The class of each token, int32 [V], and the state that each class leads to from each state, int32 [K, S].
+
+    Class 0 holds the tokens that are legal nowhere.
+    """
+    num_states, num_classes = dfa.next_state.shape
+    step = np.vstack([dfa.next_state, np.full((1, num_classes), -1, np.int32)]).T.copy()  # [C, S + 1]: -1 leads to -1
+    classes = np.zeros(len(spelling.lengths), np.int32)
+    index: dict[bytes, int] = {}
+    found = [np.full(num_states, -1, np.int32)]
+    index[found[0].tobytes()] = 0
+    tokens = np.flatnonzero(spelling.lengths)
+    group = np.zeros(len(tokens), np.int64)
+    columns = np.arange(num_states, dtype=np.int32)[None]
+    for position in range(spelling.bytes.shape[1]):
+        symbol = dfa.byte_class[spelling.bytes[tokens, position]]
+        ways, way = np.unique(group * num_classes + symbol, return_inverse=True)
+        if len(ways) > max_columns:
+            raise TooLarge(f"more than {max_columns} kinds of tokens")
+        columns = step[(ways % num_classes)[:, None], columns[ways // num_classes]]
+        ends = spelling.lengths[tokens] == position + 1
+        for i in np.unique(way[ends]):
+            number = index.setdefault(columns[i].tobytes(), len(found))
+            if number == len(found):
+                found.append(columns[i])
+            classes[tokens[ends & (way == i)]] = number
+        goes_on = ~ends & (columns >= 0).any(axis=1)[way]
+        tokens = tokens[goes_on]
+        kept, group = np.unique(way[goes_on], return_inverse=True)
+        columns = columns[kept]
+        time.sleep(0)  # lets the engine thread have the interpreter
+        if not len(tokens):
+            break
+    return classes, np.stack(found)
+
+
+def _masks(legal: np.ndarray, classes: np.ndarray, accepting: np.ndarray, eos_id: int) -> np.ndarray:
+    """int32 [S, ceil(V / 32)] from bool [S, K]; some states at a time, since a bool per state and token is large."""
+    size = len(classes)
+    masks = np.zeros((len(legal), -(-size // 32)), np.int32)
+    bits = np.zeros((64, masks.shape[1] * 32), bool)
+    for start in range(0, len(legal), len(bits)):
+        number = min(len(bits), len(legal) - start)
+        part = bits[:number]
+        np.take(legal[start : start + number], classes, axis=1, out=part[:, :size])
+        part[:, eos_id] = accepting[start : start + number]
+        masks[start : start + number] = np.packbits(part, axis=1, bitorder="little").view(np.int32)
+        time.sleep(0)
+    return masks
