@@ -14,6 +14,7 @@ Shape letters, the same in every module:
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -129,6 +130,38 @@ def load_config(checkpoint: Path) -> ModelConfig:
     """
     path = Path(checkpoint) / "config.json"
     try:
-        return msgspec.json.decode(path.read_bytes(), type=ModelConfig)
+        config = msgspec.json.decode(path.read_bytes(), type=ModelConfig)
     except msgspec.MsgspecError as error:
         raise ValueError(f"{path}: {error}") from error
+    for problem in _problems(config):
+        raise ValueError(f"{path}: {problem}")
+    return config
+
+
+def _problems(config: ModelConfig) -> Iterator[str]:
+    """What in the sizes cannot be built, or would only fail with the first picture."""
+    text, vision, region = config.text, config.vision, config.region
+    if text.dim % text.n_heads or text.head_dim % 4:
+        yield f"text.dim {text.dim} must be n_heads {text.n_heads} times a multiple of 4"
+    if text.n_heads % text.n_kv_heads:
+        yield f"text.n_heads {text.n_heads} must be a multiple of n_kv_heads {text.n_kv_heads}"
+    if vision.enc_dim % vision.enc_n_heads:
+        yield f"vision.enc_dim {vision.enc_dim} must be a multiple of enc_n_heads {vision.enc_n_heads}"
+    if vision.crop_size % vision.enc_patch_size:
+        yield f"vision.crop_size {vision.crop_size} must be a multiple of enc_patch_size {vision.enc_patch_size}"
+    if not 0 <= 2 * vision.overlap_margin < vision.grid:
+        yield f"vision.overlap_margin {vision.overlap_margin} leaves nothing of a crop of {vision.grid} patches"
+    if vision.max_crops < 1:
+        yield f"vision.max_crops {vision.max_crops} must be 1 at least"
+    if not text.dim == vision.proj_out_dim == region.dim:
+        widths = f"text.dim {text.dim}, vision.proj_out_dim {vision.proj_out_dim}, region.dim {region.dim}"
+        yield f"{widths} must be equal"
+    for name, size in (
+        ("coord_feat_dim", region.coord_feat_dim),
+        ("size_feat_dim", region.size_feat_dim),
+        ("size_out_dim", region.size_out_dim),
+    ):
+        if size % 2:
+            yield f"region.{name} {size} must be even"
+    if config.prefix_len >= text.max_context:
+        yield f"text.max_context {text.max_context} has no room beside a picture's {config.prefix_len} positions"

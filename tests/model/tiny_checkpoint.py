@@ -135,7 +135,7 @@ def _scale(name: str, shape: tuple[int, ...]) -> float:
 def _lean(bias: np.ndarray) -> None:
     """Makes texts end, reasoning end and ground, and objects be found sometimes, by raising those ids."""
     special = CONFIG.tokenizer
-    lifts = {special.eos_id: 4.6, special.answer_id: 4.3, special.coord_id: 3.4}
+    lifts = {special.eos_id: 4.6, special.answer_id: 4.3, special.coord_id: 3.4, special.size_id: 3.0}
     for token, lift in {**lifts, special.start_ground_points_id: 2.9, special.end_ground_id: 2.9}.items():
         bias[token] += lift
 
