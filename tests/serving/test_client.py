@@ -24,6 +24,7 @@ from photon_backend.serve import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 ENDLESS = {"temperature": 0, "max_tokens": 700}
+SOON = 10  # seconds; the promise of one second has its own tests, this bound is for a busy machine
 PHOTON = str(Path(sys.executable).parent / "photon")
 
 
@@ -157,14 +158,15 @@ LEAVES = [
 def test_leaving_frees_the_row(
     server: Server, client: Client, pictures: list[bytes], leave: Callable[[Stream], None]
 ) -> None:
-    other = client.caption(pictures[8], stream=True, temperature=0, max_tokens=60)["caption"]
+    other = client.caption(pictures[8], stream=True, **ENDLESS)["caption"]
     streamed = client.caption(pictures[7], stream=True, **ENDLESS)
     wait_until(lambda: client.status()["running"] == 2, 10, "both running")
     cancelled = client.status()["cancelled"]
     leave(streamed.pop("caption"))
-    wait_until(lambda: client.status()["cancelled"] == cancelled + 1, 1, "one cancelled after it was left")
-    assert other.result()["finish_reason"] != "cancelled", "a request beside it goes on"
-    wait_until(lambda: idle(server), 1, "rows free")
+    wait_until(lambda: client.status()["cancelled"] == cancelled + 1, SOON, "one cancelled after it was left")
+    assert next(other), "a request beside it goes on"
+    other.close()
+    wait_until(lambda: idle(server) and client.status()["cancelled"] == cancelled + 2, SOON, "rows free")
 
 
 def test_timeout_cancels(server: Server, client: Client, pictures: list[bytes]) -> None:
@@ -173,7 +175,7 @@ def test_timeout_cancels(server: Server, client: Client, pictures: list[bytes]) 
         client.caption(pictures[8], timeout=0.5, **ENDLESS)
     with pytest.raises(PhotonTimeout):
         list(client.caption(pictures[8], stream=True, timeout=0.5, **ENDLESS)["caption"])
-    wait_until(lambda: idle(server) and client.status()["cancelled"] == cancelled + 2, 1, "rows free")
+    wait_until(lambda: idle(server) and client.status()["cancelled"] == cancelled + 2, SOON, "rows free")
     client.caption(pictures[8], **GREEDY)
 
 
@@ -189,7 +191,7 @@ def test_threads_share_a_client(server: Server, client: Client, pictures: list[b
         parts = [threads.submit(ask, picture, stream=True) for picture in pictures]
         assert [future.result() for future in whole] == alone
         assert [future.result() for future in parts] == alone
-    wait_until(lambda: idle(server), 1, "rows free")
+    wait_until(lambda: idle(server), SOON, "rows free")
 
 
 @pytest.mark.parametrize(
@@ -268,7 +270,7 @@ def test_async_leaving_frees_the_rows(server: Server, client: Client, pictures: 
             await asyncio.gather(*(leave(twin, number) for number in range(6)))
             # In a thread: the loop has to run for the cancelling to happen.
             done = lambda: idle(server) and client.status()["cancelled"] == cancelled + 6  # noqa: E731
-            await asyncio.to_thread(wait_until, done, 1, "rows free")
+            await asyncio.to_thread(wait_until, done, SOON, "rows free")
             assert (await twin.query(None, "And now?", **GREEDY))["answer"]
 
     asyncio.run(leave_all())
@@ -323,7 +325,7 @@ def test_cli_exit_codes(server: Server) -> None:
     done = photon(server, "query", "x", "--option", "max_tokens=700", "--option", "temperature=0", "--timeout", "0.3")
     assert done.returncode == 1
     assert b"Traceback" not in done.stderr
-    wait_until(lambda: idle(server), 1, "row free after the time-out")
+    wait_until(lambda: idle(server), SOON, "row free after the time-out")
 
 
 @pytest.mark.parametrize("extra", [[], ["--stream"]])
@@ -348,7 +350,7 @@ def test_ctrl_c_cancels_on_the_server(server: Server, pictures: list[bytes], tmp
         _, errors = process.communicate(timeout=10)
     assert process.returncode == 130
     assert errors.decode() == "photon: interrupted; the request is cancelled\n"
-    wait_until(lambda: idle(server), 1, "row free after Ctrl-C")
+    wait_until(lambda: idle(server), SOON, "row free after Ctrl-C")
 
 
 def test_a_closed_pipe_cancels_on_the_server(server: Server, pictures: list[bytes], tmp_path: Path) -> None:
@@ -363,4 +365,4 @@ def test_a_closed_pipe_cancels_on_the_server(server: Server, pictures: list[byte
         process.stdout.close()
         assert process.wait(timeout=10) == 1
         assert process.stderr.read() == b""
-    wait_until(lambda: idle(server), 1, "row free after the pipe closed")
+    wait_until(lambda: idle(server), SOON, "row free after the pipe closed")
