@@ -64,7 +64,7 @@ def load_model(checkpoint: Path, device: torch.device | str, dtype: torch.dtype)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     loaded = {}
     with ExitStack() as stack:
-        stored = _open_tensors(checkpoint, stack, str(device))
+        stored = _open_tensors(checkpoint, stack)
         _check(checkpoint, expected, stored)
         for name, tensor in stored.items():
             loaded[name] = tensor.read(device, dtype)
@@ -123,16 +123,17 @@ class _Stored:
         return str(self.file.get_slice(self.key).get_dtype())
 
     def read(self, device: torch.device | str, dtype: torch.dtype) -> Tensor:
+        """Copied always: the file's tensors lie in mapped memory, and whoever rewrites it would change or kill us."""
         tensor = self.file.get_tensor(self.key)
-        return (tensor.T if self.transposed else tensor).to(device=device, dtype=dtype).contiguous()
+        return (tensor.T if self.transposed else tensor).to(device=device, dtype=dtype, copy=True).contiguous()
 
 
-def _open_tensors(checkpoint: Path, stack: ExitStack, device: str) -> dict[str, _Stored]:
+def _open_tensors(checkpoint: Path, stack: ExitStack) -> dict[str, _Stored]:
     """Every tensor of the checkpoint under its present name."""
     stored: dict[str, _Stored] = {}
     for path in _files(checkpoint):
         try:
-            file = stack.enter_context(safe_open(path, framework="pt", device=device))
+            file = stack.enter_context(safe_open(path, framework="pt"))
         except (FileNotFoundError, SafetensorError) as error:
             raise CheckpointError(f"{path}: {error}") from error
         for key in file.keys():  # noqa: SIM118 - not a dict

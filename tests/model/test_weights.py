@@ -188,6 +188,13 @@ def test_loaded_model_is_frozen_and_has_the_asked_dtype(checkpoint: Path) -> Non
     assert torch.equal(model.text.wte, weights()["text.wte"].bfloat16())
 
 
+def test_a_loaded_model_does_not_depend_on_its_file(checkpoint: Path) -> None:
+    model = load_model(checkpoint, "cpu", torch.float32)
+    with (checkpoint / "model.safetensors").open("r+b") as file:  # in place, as a copy over it would
+        file.write(bytes((checkpoint / "model.safetensors").stat().st_size))
+    assert_same(model, weights())
+
+
 def test_saved_checkpoint_loads_again(tmp_path: Path) -> None:
     model = random_model(CONFIG, "cpu", torch.float32, seed=3)
     save_checkpoint(model, tmp_path / "new")
