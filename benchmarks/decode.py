@@ -1,9 +1,10 @@
 """Decode speed of the engine alone: blocking against pipelined, in one run.
 
-    python -m benchmarks.decode [--device cpu|cuda] [--batch 1,4,16] [--tokens N] [--no-overlap] [--no-prefix-cache]
+    python -m benchmarks.decode [--device cpu|cuda] [--batch 1,4,16] [--context N] [--tokens N] [--random-weights]
+                                [--no-overlap] [--no-graphs] [--no-kernels]
 
-Every request is a free-text query over its own picture that may not end before N tokens. Prefill is left out: the clock
-runs from the tick in which every row has its first token to the last one. Prints a table; the last line is JSON.
+Every request is a free-text query that may not end before N tokens. Prefill is left out: the clock runs from the tick
+in which every row has its first token to the last one. Prints the ceiling, then a table; the last line is JSON.
 
 What to expect (the design's model): blocking = forward + sampling + bookkeeping, pipelined = forward + sampling. So the
 gain that bookkeeping predicts is `host / (step - host)` with step and host of the blocking run; a measured gain far
@@ -19,40 +20,39 @@ import json
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from photon_backend.config import TINY_CHECKPOINT, Settings
 from photon_backend.engine.engine import Engine
-from photon_backend.protocol import FromEngine, NeedPicture, Picture, Sampling, Submit, Tokens
+from photon_backend.model.config import ModelConfig
+from photon_backend.model.moondream import Moondream
+from photon_backend.model.weights import load_model, random_model
+from photon_backend.protocol import FromEngine, Sampling, Submit, Tokens
+
+MEMORY_BYTES_PER_S = 4.2e12  # one H200, measured: a copy, bytes read plus bytes written
 
 
 class Load:
     """An engine driven in this thread, with one request per row."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.engine = Engine(settings, self._emit)
+    def __init__(self, settings: Settings, model: Moondream, context: int) -> None:
+        self.engine = Engine(settings, self._emit, model)
+        self.context = context
         self.started: set[str] = set()
-        config = self.engine.config
-        self.engine.stepper.runner.suppress[:, config.tokenizer.eos_id] = True  # N tokens each, whatever the model says
-        side = config.vision.crop_size
-        self.pixels = np.random.default_rng(0).integers(0, 256, (2, side, side, 3), dtype=np.uint8)
+        # N tokens each, whatever the model says
+        self.engine.stepper.runner.suppress[:, self.engine.config.tokenizer.eos_id] = True
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
-        for message in messages:
-            if isinstance(message, NeedPicture):
-                self.engine.post(client, Picture(message.request_id, (1, 1)), self.pixels)
-            elif isinstance(message, Tokens):
-                self.started.add(message.request_id)
+        self.started.update(m.request_id for m in messages if isinstance(m, Tokens))
 
     def submit(self, batch: int, tokens: int) -> None:
-        query = self.engine.config.tokenizer.templates.query
-        assert query is not None
-        prompt = query.prefix + [40] * 12 + query.suffix * 2
+        ids = self.engine.config.tokenizer
+        assert ids.templates.query is not None
+        prompt = [ids.bos_id, *ids.templates.query.prefix, *ids.templates.query.suffix * 2]
+        prompt[1:1] = [40] * (self.context - len(prompt))
         for i in range(batch):
-            sampling = Sampling(max_tokens=tokens, temperature=0.7, top_p=0.9, seed=i)
-            digest = i.to_bytes(16, "little")
-            self.engine.post(b"bench", Submit(f"r{i}", "query", prompt, digest, sampling=sampling))
+            sampling = Sampling(max_tokens=tokens, temperature=0.5, top_p=0.3, seed=i)
+            self.engine.post(b"bench", Submit(f"r{i}", "query", prompt, sampling=sampling))
 
     @torch.inference_mode()
     def measure(self, batch: int, tokens: int) -> dict[str, float]:
@@ -71,6 +71,7 @@ class Load:
             "step_ms": 1e3 * seconds / steps,
             "tokens_per_s": (after.tokens - before.tokens) / seconds,
             "host_ms": (after.host_ms - before.host_ms) / (after.ticks - before.ticks),
+            "idle_ms": (after.device_idle_ms - before.device_idle_ms) / steps,
             "overlapped": overlapped / steps,
         }
 
@@ -78,9 +79,11 @@ class Load:
         self.engine.stepper.close()
 
 
-def measure_modes(options: argparse.Namespace, batch: int, modes: list[bool]) -> list[dict[str, float]]:
+def measure_modes(
+    options: argparse.Namespace, model: Moondream, batch: int, modes: list[bool]
+) -> list[dict[str, float]]:
     """The median run of each mode; the modes take turns, so a busy machine hits all of them."""
-    loads = [Load(settings_of(options, batch, overlap)) for overlap in modes]
+    loads = [Load(settings_of(options, batch, overlap), model, options.context) for overlap in modes]
     for load in loads:
         load.measure(batch, 8)  # warm-up
     runs = [[load.measure(batch, options.tokens) for load in loads] for _ in range(options.repeat)]
@@ -97,13 +100,25 @@ def settings_of(options: argparse.Namespace, batch: int, overlap: bool) -> Setti
         dtype=options.dtype,
         rows=batch,
         overlap=overlap,
-        prefix_cache=not options.no_prefix_cache,
+        graphs=not options.no_graphs,
+        kernels=not options.no_kernels,
+        max_waiting=batch,
+        prefill_tokens=max(4096, batch * options.context),
     )
+
+
+def floor_ms(model: Moondream, batch: int, context: int) -> float:
+    """Time to read weights and KV once at the measured memory bandwidth: no decode step is faster."""
+    text = model.config.text
+    weights = sum(p.numel() * p.element_size() for name, p in model.text.named_parameters() if name != "wte")
+    kv = 2 * text.n_layers * text.n_kv_heads * text.head_dim * model.text.wte.element_size() * context * batch
+    return 1e3 * (weights + kv) / MEMORY_BYTES_PER_S
 
 
 def line(batch: int, overlap: bool, result: dict[str, float], gain: float, predicted: float) -> str:
     mode = "pipelined" if overlap else "blocking"
     text = f"{batch:>5} {mode:>10} {result['step_ms']:>8.3f} {result['tokens_per_s']:>9.0f} {result['host_ms']:>8.3f}"
+    text += f" {result['idle_ms']:>8.3f}"
     return text + (f" {result['overlapped']:>10.0%} {gain:>7.1%} {predicted:>9.1%}" if overlap else "")
 
 
@@ -113,11 +128,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--batch", default="1,4,16", help="rows, a comma between them")
+    parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
+    parser.add_argument("--random-weights", action="store_true", help="Moondream 2's shape instead of a checkpoint")
     parser.add_argument("--tokens", type=int, default=96, help="per row")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU; one leaves a core to the host side")
     parser.add_argument("--no-overlap", action="store_true", help="the blocking loop only")
-    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
+    parser.add_argument("--no-kernels", action="store_true")
     return parser.parse_args()
 
 
@@ -125,18 +143,25 @@ def main() -> None:
     options = parse()
     torch.set_num_threads(options.threads)
     modes = [False] if options.no_overlap else [False, True]
+    dtype = getattr(torch, options.dtype)
+    if options.random_weights:
+        model = random_model(ModelConfig(), options.device, dtype, seed=0).requires_grad_(False)
+    else:
+        model = load_model(Path(options.checkpoint), options.device, dtype)
     results = []
-    print("batch       mode  step ms  tokens/s  host ms overlapped    gain predicted")
+    print("batch       mode  step ms  tokens/s  host ms  idle ms overlapped    gain predicted")
     for batch in map(int, options.batch.split(",")):
-        measured = measure_modes(options, batch, modes)
+        if options.device != "cpu":
+            print(f"floor {floor_ms(model, batch, options.context + options.tokens // 2):.3f} ms", flush=True)
+        measured = measure_modes(options, model, batch, modes)
         blocking = measured[0]
         predicted = blocking["host_ms"] / (blocking["step_ms"] - blocking["host_ms"])
         for overlap, result in zip(modes, measured, strict=True):
             gain = blocking["step_ms"] / result["step_ms"] - 1
             print(line(batch, overlap, result, gain, predicted), flush=True)
             results.append({"batch": batch, "overlap": overlap, "gain": gain, "predicted_gain": predicted} | result)
-    model = Path(options.checkpoint).name
-    print(json.dumps({"benchmark": "decode", "device": options.device, "model": model, "results": results}))
+    name = "moondream2, random" if options.random_weights else Path(options.checkpoint).name
+    print(json.dumps({"benchmark": "decode", "device": options.device, "model": name, "results": results}))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ class Settings(msgspec.Struct, frozen=True):
     log_level: str = "warning"  # error | warning | info | verbose
 
     overlap: bool = True  # False: commit right after finalize, the blocking mode
+    graphs: bool = True  # on a GPU: CUDA graphs of the decode step
+    kernels: bool = True  # on a GPU: our kernels where they can run; False: plain torch
     debug: bool = False  # poison relay cells and freed pages, assert on every read
     rows: int = 32  # sequences that run at once
     page_size: int = 16  # positions in a KV page

@@ -147,6 +147,8 @@ class Status(msgspec.Struct):
     prefix_misses: int = 0
     host_ms: float = 0.0  # host time of all ticks, waiting excluded
     ticks: int = 0
+    device_busy_ms: float = 0.0  # of the compute stream, in steps
+    device_idle_ms: float = 0.0  # between two steps that followed each other: the bubble
     steps_deferred: int = 0  # sampled only after the commit of the step before: a host grammar was behind
     constrained_device: int = 0  # requests whose grammar ran as tables on the device
     constrained_host: int = 0  # requests whose grammar ran in a host matcher

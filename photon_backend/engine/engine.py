@@ -33,6 +33,7 @@ from photon_backend.engine.prefix_cache import PrefixCache
 from photon_backend.engine.scheduler import Plan, Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.stepper import Stepper, default_num_pages
+from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
 from photon_backend.protocol import FromEngine, Status, ToEngine
 
@@ -44,17 +45,20 @@ class Engine:
         self,
         settings: Settings,
         emit: Callable[[bytes, list[FromEngine]], None],
+        model: Moondream | None = None,
         delay: Callable[[str], None] | None = None,
         matcher_for: MatcherFor = lambda request: None,
     ) -> None:
-        """Loads the checkpoint. `emit(client, messages)` is called on the engine thread and must not block.
+        """Loads the checkpoint, unless the model is given. `emit(client, messages)` is called on the engine thread and
+        must not block.
 
         Raises FileNotFoundError or ValueError when the checkpoint cannot be loaded. `delay` is for tests, see
         streams.py. `matcher_for` gives the host grammar of a request, if it has one.
         """
         self.settings = settings
-        device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-        model = load_model(Path(settings.checkpoint), device, dtype)
+        if model is None:
+            dtype = getattr(torch, settings.dtype)
+            model = load_model(Path(settings.checkpoint), torch.device(settings.device), dtype)
         pages = settings.pages or default_num_pages(model, settings)
         self.config = model.config
         self.pipeline = Pipeline()
@@ -163,22 +167,26 @@ class Engine:
     def _finalize(self) -> None:
         """Samples the steps whose host grammars had to wait for a commit."""
         for step in self.pipeline.unsampled():
-            self._sample(step)
+            self._sample_masked(step)
 
     def _launch(self, plan: Plan) -> None:
         step = self.pipeline.launch(plan.kind, plan.sequences)
         step.entries = plan.entries
-        self.stepper.launch(step, plan)
+        constrained = [s for s in step.sequences if s.matcher is not None]
+        self.stepper.launch(step, plan, samples=not constrained)
         self.book.launched(plan, time.monotonic())
-        # A matcher that has an uncommitted token before this step is behind: it is asked after that commit.
-        if not any(s.matcher is not None and s.inflight > 1 for s in step.sequences):
-            self._sample(step)
+        if not constrained:
+            self.pipeline.sampled(step, self.stepper.copy_out(step))
+        elif all(
+            s.inflight == 1 for s in constrained
+        ):  # else a matcher is a token behind: it is asked after the commit
+            self._sample_masked(step)
 
-    def _sample(self, step: Step) -> None:
-        masked = any(s.matcher is not None for s in step.sequences)
-        for sequence in self.stepper.fill_masks(step) if masked else []:
+    def _sample_masked(self, step: Step) -> None:
+        for sequence in self.stepper.fill_masks(step):
             self.book.fail(sequence, "INTERNAL", "the grammar allows no further token", time.monotonic())
-        self.pipeline.sampled(step, self.stepper.sample(step, masked))
+        self.stepper.sample_masked(step)
+        self.pipeline.sampled(step, self.stepper.copy_out(step))
 
     def _release(self, sequence: Sequence) -> None:
         freed = self.scheduler.release(sequence)
@@ -197,6 +205,7 @@ class Engine:
 
     def _idle(self) -> None:
         """Sleeps until a message comes or the next deadline passes."""
+        self.stepper.pause()
         timeout = self.book.next_deadline() - time.monotonic()
         with self._wake:
             if not self._inbox and not self._stopping:
@@ -229,4 +238,6 @@ class Engine:
         status.prefix_misses = self.cache.misses
         status.host_ms = self._host_s * 1e3
         status.ticks = self._ticks
+        status.device_busy_ms = self.stepper.busy_ms
+        status.device_idle_ms = self.stepper.idle_ms
         return status

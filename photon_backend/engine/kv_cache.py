@@ -19,12 +19,13 @@ POISON = 1e4  # finite: a masked position has weight exactly 0, and 0 * NaN woul
 
 
 class KVCache:
-    """k, v: [L, P, S, K, E] of the model's dtype."""
+    """k, v: [L, P, S, K, E] of the model's dtype, and one more page that belongs to nobody."""
 
     def __init__(
         self, config: TextConfig, num_pages: int, page_size: int, device: torch.device, dtype: torch.dtype
     ) -> None:
-        shape = (config.n_layers, num_pages, page_size, config.n_kv_heads, config.head_dim)
+        self.scratch_page = num_pages
+        shape = (config.n_layers, num_pages + 1, page_size, config.n_kv_heads, config.head_dim)
         self.k = torch.zeros(shape, device=device, dtype=dtype)
         self.v = torch.zeros(shape, device=device, dtype=dtype)
         self.page_size = page_size

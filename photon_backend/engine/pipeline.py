@@ -42,7 +42,9 @@ class Step:
     kind: StepKind
     sequences: list[Sequence]
     state: StepState = StepState.LAUNCHED
-    copied: Any = None  # event after which the host may read the slot's mirrors; set by the engine when it samples
+    begun: Any = None  # event before its forward; set by the stepper, as the next one is
+    done: Any = None  # event after its sampling
+    copied: Any = None  # event after which the host may read the slot's mirrors; set by `sampled`
     entries: list[Any] = field(default_factory=list)  # prefix cache entries that this step computes
 
 

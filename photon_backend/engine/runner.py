@@ -54,14 +54,17 @@ class PrefillRow:
 
 
 class Runner:
-    def __init__(self, model: Moondream, cache: KVCache, rows: int, device: torch.device, debug: bool) -> None:
+    def __init__(self, model: Moondream, cache: KVCache, rows: int, debug: bool, kernels: bool = True) -> None:
+        """`kernels`: use ours where they can run; otherwise, and elsewhere, plain torch."""
         config = model.config
-        self.model, self.cache, self.device, self.debug = model, cache, device, debug
+        self.model, self.cache, self.debug = model, cache, debug
+        self.device = cache.k.device
         self.ids = config.tokenizer
+        self.scratch = rows  # fills a batch up to the size of its graph; owns the cache's scratch page
         table_width = -(-config.text.max_context // cache.page_size)
 
         def by_row(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=device)
+            return torch.zeros(rows + 1, *shape, dtype=dtype, device=self.device)
 
         self.next_token = by_row(torch.int64)
         self.kind = by_row(torch.int64)
@@ -74,7 +77,16 @@ class Runner:
         self.top_p = by_row(torch.float32)
         self.top_k = by_row(torch.int64)
         self.seed = by_row(torch.int64)
+        self.page_table[self.scratch] = cache.scratch_page
         self._make_tables()
+        self._fused, self._draw = None, draw
+        if kernels and self.device.type == "cuda":  # Triton is there wherever torch has CUDA
+            from photon_backend.engine.fused import FusedText
+            from photon_backend.kernels.sample import draw as kernel_draw
+
+            self._draw = kernel_draw
+            if FusedText.supports(model.text):
+                self._fused = FusedText(model.text, cache)
 
     def _make_tables(self) -> None:
         """Automaton tables, one line per state: what is suppressed, what follows, what is decoded."""
@@ -99,26 +111,30 @@ class Runner:
         positions = self._upload(np.concatenate([np.arange(r.cached_len, r.length) for r in batch]))
         attend = PagedPrefill(self.cache, *self._segments(batch))
         hidden = self.model.text(x, positions, attend)
-        last = self._upload(np.cumsum([r.length - r.cached_len for r in batch]) - 1)
-        self._finish_forward(slot, hidden[last])
+        last = hidden[self._upload(np.cumsum([r.length - r.cached_len for r in batch]) - 1)]
+        self._keep(slot, last, self.model.text.logits(last))
         self._copy_tails([r.save_tail for r in batch])
 
-    def decode(self, slot: DecodeSlot, rows: list[int], max_position: int, spatial: bool) -> None:
-        """One token further for each row. `max_position`: of the token that is fed, over all rows."""
-        number = len(rows)
-        slot.rows[:number] = self._upload(rows)
-        row = slot.rows[:number]
-        position = self.position[row]
-        num_pages = max_position // self.cache.page_size + 1
-        attend = PagedDecode(self.cache, self.page_table[row, :num_pages], position)
-        hidden = self.model.text(self._next_embeddings(row, spatial), position, attend)
-        self.position[row] = position + 1
-        self._finish_forward(slot, hidden)
+    def decode(self, slot: DecodeSlot, batch: int, num_pages: int, spatial: bool) -> None:
+        """One token further for each of the slot's first `batch` rows, none of which needs more than `num_pages` pages.
 
-    def _finish_forward(self, slot: DecodeSlot, hidden: Tensor) -> None:
-        number = len(hidden)
-        slot.hidden[:number] = hidden
-        slot.logits[:number] = self.model.text.logits(hidden).float()
+        Every shape and address depends on the arguments alone, so the whole of it can be captured in a CUDA graph.
+        """
+        row = slot.rows[:batch]
+        position = self.position[row]
+        x = self._next_embeddings(row, spatial)
+        if self._fused is not None:
+            self._keep(slot, *self._fused.forward(x, row, self.position, self.page_table))
+        else:
+            attend = PagedDecode(self.cache, self.page_table[row, :num_pages], position)
+            hidden = self.model.text(x, position, attend)
+            self._keep(slot, hidden, self.model.text.logits(hidden))
+        self.position[row] = torch.where(row == self.scratch, 0, position + 1)
+
+    def _keep(self, slot: DecodeSlot, hidden: Tensor, logits: Tensor) -> None:
+        """Leaves in the slot what sampling needs: hidden [B, D] before the final LN, logits [B, V]."""
+        slot.hidden[: len(hidden)] = hidden
+        slot.logits[: len(logits)] = logits
 
     def _next_embeddings(self, row: Tensor, spatial: bool) -> Tensor:
         """[B, D]: the embedding of each row's next token, or of the value that it stands for."""
@@ -146,7 +162,7 @@ class Runner:
         legal = logits.masked_fill(self.suppress[state], float("-inf"))
         if masked:
             legal = apply_bitmask(legal, slot.mask[:number])
-        ids = draw(legal, self.temperature[row], self.top_p[row], self.top_k[row], self.seed[row], position)
+        ids = self._draw(legal, self.temperature[row], self.top_p[row], self.top_k[row], self.seed[row], position)
         kind = torch.zeros_like(ids)
         if spatial:
             ids, kind = self._spatial(slot, number, state, position, ids)
@@ -185,8 +201,8 @@ class Runner:
         It comes first, so a step that fails later leaves rows that write to their own pages only.
         """
         number = len(batch)
+        slot.load_rows([r.row for r in batch])
         row = slot.rows[:number]
-        row.copy_(self._upload([r.row for r in batch]))
         self.next_token[row] = 0
         self.state[row] = self._upload([r.state for r in batch])
         self.position[row] = self._upload([r.length for r in batch])

@@ -12,7 +12,7 @@ POISONED = -1  # what a host mirror and a consumed relay cell hold in debug runs
 class DecodeSlot:
     """Device buffers of a step over at most B rows, and the pinned host mirrors of what the commit reads.
 
-    rows    int64   [B]     row of each sequence of the step, in batch order
+    rows    int64   [B]     row of each sequence of the step, in batch order; `loaded` is what it holds
     hidden  dtype   [B, D]  last hidden state, before the final LN
     logits  float32 [B, V]
     ids     int64   [B]     sampled ids
@@ -24,14 +24,24 @@ class DecodeSlot:
         pinned = device.type == "cuda"
         words = -(-config.text.vocab_size // 32)
         self.rows = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.loaded: list[int] = []
         self.hidden = torch.zeros(rows, config.text.dim, dtype=dtype, device=device)
         self.logits = torch.zeros(rows, config.text.vocab_size, dtype=torch.float32, device=device)
         self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
         self.values = torch.zeros(rows, 2, dtype=torch.float32, device=device)
         self.mask = torch.zeros(rows, words, dtype=torch.int32, device=device)
+        self.host_rows = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
         self.host_ids = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
         self.host_values = torch.zeros(rows, 2, dtype=torch.float32, pin_memory=pinned)
         self.host_mask = torch.zeros(rows, words, dtype=torch.int32, pin_memory=pinned)
+
+    def load_rows(self, rows: list[int]) -> None:
+        """Makes `rows[: len(rows)]` hold these; runs on the compute stream. A steady decode step uploads nothing."""
+        if rows != self.loaded:
+            number = len(rows)
+            self.host_rows[:number] = torch.tensor(rows)
+            self.rows[:number].copy_(self.host_rows[:number], non_blocking=True)
+            self.loaded = rows
 
     def poison(self) -> None:
         """Debug: a commit that reads before its copy has landed sees negative ids."""

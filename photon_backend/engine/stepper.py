@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from photon_backend.config import Settings
+from photon_backend.engine.graphs import DecodeGraphs, buckets_for
 from photon_backend.engine.kv_cache import KVCache, page_bytes
 from photon_backend.engine.pipeline import NUM_SLOTS, Step
 from photon_backend.engine.runner import PrefillRow, Runner
@@ -30,33 +31,58 @@ class Stepper:
         """`delay`: see streams.py."""
         table = model.text.wte
         cache = KVCache(model.config.text, num_pages, settings.page_size, table.device, table.dtype)
+        buckets = buckets_for(settings.rows)
         self.debug = settings.debug
-        self.runner = Runner(model, cache, settings.rows, table.device, settings.debug)
-        self.slots = [DecodeSlot(model.config, settings.rows, table.device, table.dtype) for _ in range(NUM_SLOTS)]
+        self.page_size = settings.page_size
+        self.runner = Runner(model, cache, settings.rows, settings.debug, settings.kernels)
+        self.slots = [DecodeSlot(model.config, buckets[-1], table.device, table.dtype) for _ in range(NUM_SLOTS)]
+        self.graphs: DecodeGraphs | None = None
+        if settings.graphs and not settings.debug and table.device.type == "cuda":  # debug asserts wait for the device
+            self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
         self.compute, self.copy = make_streams(table.device, delay)
+        self.busy_ms = self.idle_ms = 0.0  # of the device, while steps followed each other
+        self._last_done: Event | None = None
 
-    def launch(self, step: Step, plan: Plan) -> None:
-        """Queues the forward of a step."""
+    def launch(self, step: Step, plan: Plan, samples: bool) -> None:
+        """Queues the forward of a step; `samples`: and its sampling, which needs no mask."""
         slot = self.slots[step.slot]
+        step.begun = self.compute.record()
         if self.debug:
             slot.poison()
         if plan.kind == "prefill":
             self.compute.run(self.runner.prefill, slot, [_prefill_row(a) for a in plan.admissions])
+            if samples:
+                self.compute.run(self.runner.sample, slot, len(step.sequences), _spatial(step), False)
             return
         rows = [s.row for s in step.sequences]
         # planned already counts this step; the token that it feeds is the one before the token that it samples
         position = max(s.prompt_len + s.planned - 2 for s in step.sequences)
-        self.compute.run(self.runner.decode, slot, rows, position, _spatial(step))
+        self.compute.run(self._decode, slot, rows, position // self.page_size + 1, _spatial(step), samples)
 
-    def sample(self, step: Step, masked: bool) -> Event:
-        """Queues sampling and the copy of its results; the event lets the host read them."""
+    def _decode(self, slot: DecodeSlot, rows: list[int], num_pages: int, spatial: bool, samples: bool) -> None:
+        if self.graphs is not None:
+            batch = self.graphs.bucket(len(rows))
+            slot.load_rows(rows + [self.runner.scratch] * (batch - len(rows)))
+            self.graphs.replay(slot, batch, spatial, samples)
+            return
+        slot.load_rows(rows)
+        self.runner.decode(slot, len(rows), num_pages, spatial)
+        if samples:
+            self.runner.sample(slot, len(rows), spatial, False)
+
+    def sample_masked(self, step: Step) -> None:
+        """Queues the sampling of a step with the masks that `fill_masks` has written."""
         slot, number = self.slots[step.slot], len(step.sequences)
-        if masked:
-            self.copy.run(slot.upload_mask, number)
-            self.compute.wait(self.copy.record())
-        self.compute.run(self.runner.sample, slot, number, _spatial(step), masked)
-        self.copy.wait(self.compute.record())
-        self.copy.run(slot.copy_out, number)
+        self.copy.run(slot.upload_mask, number)
+        self.compute.wait(self.copy.record())
+        self.compute.run(self.runner.sample, slot, number, _spatial(step), True)
+
+    def copy_out(self, step: Step) -> Event:
+        """Queues the copy of a sampled step's results; the event lets the host read them."""
+        slot = self.slots[step.slot]
+        step.done = self.compute.record()
+        self.copy.wait(step.done)
+        self.copy.run(slot.copy_out, len(step.sequences))
         return self.copy.record()
 
     def fill_masks(self, step: Step) -> list[Sequence]:
@@ -76,10 +102,22 @@ class Stepper:
     def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
         """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
         step.copied.wait()
+        self._account(step)
         slot, number = self.slots[step.slot], len(step.sequences)
         ids = slot.host_ids[:number].tolist()
         assert not self.debug or min(ids) >= 0, "a mirror was read before its copy had landed"
         return ids, slot.host_values[:number].tolist()
+
+    def _account(self, step: Step) -> None:
+        """The bubble: what the device did nothing between two steps that followed each other. No call here waits."""
+        self.busy_ms += step.done.ms_since(step.begun)
+        if self._last_done is not None:
+            self.idle_ms += step.begun.ms_since(self._last_done)
+        self._last_done = step.done
+
+    def pause(self) -> None:
+        """Nothing is in flight and nothing to do: the time until the next step is no bubble."""
+        self._last_done = None
 
     def poison(self, pages: list[int]) -> None:
         """Debug: spoils freed pages, in stream order."""

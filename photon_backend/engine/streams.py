@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,6 +25,9 @@ import torch
 class Event(Protocol):
     def wait(self) -> None:
         """Blocks the host until the stream has passed the event; raises what the work before it raised."""
+
+    def ms_since(self, earlier: Any) -> float:
+        """Milliseconds of the stream between an earlier event and this one, both passed."""
 
 
 class Stream(Protocol):
@@ -44,15 +48,20 @@ class HostEvent:
     def __init__(self) -> None:
         self._passed = threading.Event()
         self.error: BaseException | None = None
+        self.time = 0.0  # seconds, when it was passed
 
     def complete(self, error: BaseException | None) -> None:
         self.error = error
+        self.time = time.perf_counter()
         self._passed.set()
 
     def wait(self) -> None:
         self._passed.wait()
         if self.error is not None:
             raise self.error
+
+    def ms_since(self, earlier: HostEvent) -> float:
+        return (self.time - earlier.time) * 1e3
 
 
 class HostStream:
@@ -111,6 +120,9 @@ class CudaEvent:
         if self.error is not None:
             raise self.error
 
+    def ms_since(self, earlier: CudaEvent) -> float:
+        return float(earlier.event.elapsed_time(self.event))
+
 
 class CudaStream:
     """Work is issued at once, on the caller's thread; the GPU runs it in order."""
@@ -133,7 +145,7 @@ class CudaStream:
             self._error = error
 
     def record(self) -> CudaEvent:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(self._stream)
         error, self._error = self._error, None
         return CudaEvent(event, error)

@@ -45,7 +45,7 @@ class Bench:
         # float64: a batch of another size rounds elsewhere, and a test of tokens must not hang on the last bit
         defaults = {"checkpoint": str(checkpoint), "dtype": "float64", "debug": True, "rows": 8, "pages": 400}
         self.settings = Settings(**(defaults | settings))
-        self.engine = Engine(self.settings, self._emit, delay, matcher_for)
+        self.engine = Engine(self.settings, self._emit, delay=delay, matcher_for=matcher_for)
         self.answers: dict[str, Answer] = {}
         self.asked: list[str] = []
         self.pictures: dict[str, str] = {}

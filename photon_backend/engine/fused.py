@@ -1,0 +1,98 @@
+"""The text model's decode step through our kernels: about five launches a layer instead of some fifteen.
+
+The block is parallel, so two weight-streaming linears a layer are enough: [qkv ; fc1] on the normed input, and
+[proj | fc2] on the concatenation of attention output and MLP hidden. Around them: the seam (sum of split-K parts, bias,
+residual, LayerNorm) and attention (rope, KV write, paged attention). The model's own parameters become views of the
+merged ones, so no weight exists twice and prefill runs as before.
+
+The slow path is `Text.forward` with `PagedDecode`; tests compare the two.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor, nn
+
+from photon_backend.engine.kv_cache import KVCache
+from photon_backend.kernels.attention import DecodeAttention
+from photon_backend.kernels.linear import linear, linear_split
+from photon_backend.kernels.norm import add_norm
+from photon_backend.model.text import Text, TextBlock, rope_tables
+
+
+class _MergedBlock:
+    """Merged weights of a block; the block's own linears are views of them from now on."""
+
+    def __init__(self, block: TextBlock) -> None:
+        attn, mlp = block.attn, block.mlp
+        self.ln = block.ln
+        self.w_in = torch.cat([attn.qkv.weight, mlp.fc1.weight])  # [qkv + F, D]
+        self.b_in = torch.cat([attn.qkv.bias, mlp.fc1.bias])
+        self.w_out = torch.cat([attn.proj.weight, mlp.fc2.weight], 1)  # [D, D + F]
+        self.b_out = attn.proj.bias + mlp.fc2.bias
+        self.num_qkv = attn.qkv.weight.shape[0]
+        width = attn.proj.weight.shape[1]
+        attn.qkv.weight, mlp.fc1.weight = _view(self.w_in[: self.num_qkv]), _view(self.w_in[self.num_qkv :])
+        attn.proj.weight, mlp.fc2.weight = _view(self.w_out[:, :width]), _view(self.w_out[:, width:])
+
+
+def _view(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class FusedText:
+    """On a GPU, in a 16-bit dtype, with a head width that is a power of two: see `supports`."""
+
+    def __init__(self, text: Text, cache: KVCache) -> None:
+        config, self.cache = text.config, cache
+        self.config = config
+        self.post_ln = text.post_ln
+        self.lm_head = text.lm_head
+        self.blocks = [_MergedBlock(block) for block in text.blocks]  # type: ignore[arg-type]
+        every = torch.arange(config.max_context, device=text.wte.device)
+        cos, sin = rope_tables(every, config)
+        self.rope = (cos[:, 0].contiguous(), sin[:, 0].contiguous())
+        self._attention: dict[int, DecodeAttention] = {}
+
+    @staticmethod
+    def supports(text: Text) -> bool:
+        sixteen_bit = text.wte.dtype in (torch.bfloat16, torch.float16)
+        power_of_two = text.config.head_dim & (text.config.head_dim - 1) == 0
+        return text.wte.device.type == "cuda" and sixteen_bit and power_of_two and text.config.head_dim >= 16
+
+    def forward(self, x: Tensor, rows: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+        """One position further for each row.
+
+        x [B, D] inputs, changed in place; rows int64 [B]; positions int64 [rows] and table int64 [rows, pages] by row.
+        Returns the hidden state before the final LN [B, D] and the logits float32 [B, V].
+        """
+        batch, width = x.shape
+        num_qkv, num_in = self.blocks[0].num_qkv, self.blocks[0].w_in.shape[0]
+        attention = self._attention_for(batch)
+        work = x.new_empty(batch, num_in + width)  # qkv | attention output | MLP hidden
+        attended, joined = work[:, num_qkv : num_qkv + width], work[:, num_qkv:]
+        normed = torch.empty_like(x)
+        sums = x.new_empty(_splits(width), batch, width, dtype=torch.float32)
+        parts, bias = None, self.blocks[0].b_out
+        for layer, block in enumerate(self.blocks):
+            add_norm(x, parts, bias, block.ln.weight, block.ln.bias, normed)
+            linear(normed, block.w_in, block.b_in, work, gelu_from=num_qkv, gap=width)
+            attention(work, *self.cache.flat(layer), rows, positions, table, self.rope, attended)
+            parts, bias = linear_split(joined, block.w_out, sums), block.b_out
+        add_norm(x, parts, bias, self.post_ln.weight, self.post_ln.bias, normed)
+        logits = x.new_empty(batch, self.lm_head.weight.shape[0], dtype=torch.float32)
+        return x, linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
+
+    def _attention_for(self, batch: int) -> DecodeAttention:
+        if batch not in self._attention:
+            c = self.config
+            self._attention[batch] = DecodeAttention(
+                batch, c.n_heads, c.n_kv_heads, c.head_dim, self.cache.page_size, self.cache.k.device
+            )
+        return self._attention[batch]
+
+
+def _splits(outputs: int) -> int:
+    """Enough programs for the chip's 132 multiprocessors twice over, at most 16 parts to add up."""
+    return max(1, min(16, triton.next_power_of_2(256 // triton.cdiv(outputs, 64))))

@@ -1,0 +1,71 @@
+"""CUDA graphs of the decode step: one launch instead of some hundred.
+
+A graph is captured per slot (its buffers have fixed addresses), batch bucket and kind, all in one memory pool: steps
+run one after another on the compute stream, so they may share every intermediate. A batch that lies between two buckets
+is filled up with the scratch row, whose KV goes to the scratch page and whose samples nobody reads.
+
+Price: capture takes some seconds at start, and a batch just above a bucket computes up to twice its rows, which costs
+little where a step is a read of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from itertools import product
+
+import torch
+
+from photon_backend.engine.runner import Runner
+from photon_backend.engine.slots import DecodeSlot
+
+log = logging.getLogger("photon.engine")
+
+Key = tuple[DecodeSlot, int, bool, bool]
+
+
+def buckets_for(rows: int) -> list[int]:
+    """Batch sizes up to the first power of two that holds `rows`."""
+    buckets = [1]
+    while buckets[-1] < rows:
+        buckets.append(2 * buckets[-1])
+    return buckets
+
+
+class DecodeGraphs:
+    def __init__(self, runner: Runner, slots: list[DecodeSlot], buckets: list[int]) -> None:
+        """Captures every graph. The scratch row alone takes part, so no other state changes."""
+        self.buckets = buckets
+        self._runner = runner
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(runner.device)
+        begun = time.monotonic()
+        for batch, slot in product(reversed(buckets), slots):
+            for spatial, samples in ((False, True), (True, True), (True, False)):
+                self._capture(slot, batch, spatial, samples)
+            log.info("graphs of batch %d captured after %.1f s", batch, time.monotonic() - begun)
+
+    def bucket(self, number: int) -> int:
+        return next(b for b in self.buckets if b >= number)
+
+    def replay(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:
+        """Runs a decode of the slot's first `batch` rows, a bucket, and its sampling if asked, on the current stream."""
+        self._graphs[slot, batch, spatial or not samples, samples].replay()
+
+    @torch.inference_mode()
+    def _capture(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:
+        def step() -> None:
+            self._runner.decode(slot, batch, self._runner.page_table.shape[1], spatial)
+            if samples:
+                self._runner.sample(slot, batch, spatial, masked=False)
+
+        slot.load_rows([self._runner.scratch] * batch)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            step()  # compiles kernels and lets libraries allocate, which a capture must not
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            step()
+        self._graphs[slot, batch, spatial, samples] = graph

@@ -1,0 +1,105 @@
+"""The tables of token automata on the device: one buffer for all grammars, so graphs and kernels know one address.
+
+A grammar takes one block of the int32 buffer:  classes [V] | masks [S, ceil(V / 32)] | next_state [S, K].
+The block at 0 is for rows without an automaton: one state, in which every token is legal.
+
+Blocks are shared by the requests of one grammar and counted. One that nobody uses stays until its room is needed, the
+longest unused first. A block is written only when no step in flight can read it: a request keeps its block until none
+of its steps is uncommitted. The host side (`place`, `release`) belongs to the engine thread, `write` to a stream.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import count
+
+import torch
+from torch import Tensor
+
+from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton
+
+
+@dataclass(eq=False)
+class Block:
+    automaton: TokenAutomaton
+    base: int  # where it begins in the buffer
+    words: int
+    users: int = 0
+    last_used: int = 0
+    ready: object = None  # event after which it may be read; None when that is known to have passed
+    next_base: int = field(init=False)  # where next_state begins
+
+    def __post_init__(self) -> None:
+        self.next_base = self.base + self.automaton.classes.size + self.automaton.masks.size
+
+    @property
+    def row_values(self) -> tuple[int, int, int]:
+        """(base, next_base, K): what a row must know."""
+        return self.base, self.next_base, self.automaton.next_state.shape[1]
+
+
+class AutomatonTables:
+    def __init__(self, vocabulary: int, megabytes: int, device: torch.device) -> None:
+        self.mask_words = -(-vocabulary // 32)
+        self._first = vocabulary + self.mask_words + 1  # words of the block for rows without an automaton
+        self.num_words = max(megabytes << 18, self._first)
+        self.buffer = torch.empty(self.num_words, dtype=torch.int32, device=device)
+        self.buffer[: self._first] = 0
+        self.buffer[vocabulary : vocabulary + self.mask_words] = ALL_LEGAL
+        self.free_row = (0, vocabulary + self.mask_words, 1)  # row_values of a row without an automaton
+        self.max_words = (self.num_words - self._first) // 2  # of one grammar, so that two have room at least
+        self._blocks: dict[int, Block] = {}  # by the identity of the automaton, which the block keeps alive
+        self._clock = count(1)
+
+    @property
+    def num_used(self) -> int:
+        """Words of blocks that a request uses."""
+        return sum(block.words for block in self._blocks.values() if block.users)
+
+    def place(self, automaton: TokenAutomaton) -> tuple[Block, bool] | None:
+        """A block for one more user, and whether it must be written first; None when there is no room."""
+        block = self._blocks.get(id(automaton))
+        new = block is None
+        if block is None:
+            words = automaton.classes.size + automaton.masks.size + automaton.next_state.size
+            base = self._room(words)
+            if base is None:
+                return None
+            block = self._blocks[id(automaton)] = Block(automaton, base, words)
+        block.users += 1
+        block.last_used = next(self._clock)
+        return block, new
+
+    def release(self, block: Block) -> None:
+        assert block.users > 0
+        block.users -= 1
+
+    def write(self, base: int, words: Tensor) -> None:
+        """Copies the tables of a block up; runs on the copy stream."""
+        self.buffer[base : base + len(words)].copy_(words, non_blocking=True)
+
+    def host_words(self, block: Block) -> Tensor:
+        """The tables of a block as one host tensor int32, pinned for a GPU."""
+        a = block.automaton
+        words = torch.cat([torch.from_numpy(part.ravel()) for part in (a.classes, a.masks, a.next_state)])
+        return words.pin_memory() if self.buffer.is_cuda else words
+
+    def _room(self, words: int) -> int | None:
+        """Where `words` fit, after evicting unused blocks as needed; None evicts nothing."""
+        unused = sorted((b for b in self._blocks.values() if not b.users), key=lambda b: b.last_used)
+        for number in range(len(unused) + 1):
+            evicted = {id(b) for b in unused[:number]}
+            base = self._gap(words, [b for b in self._blocks.values() if id(b) not in evicted])
+            if base is not None:
+                for block in unused[:number]:
+                    del self._blocks[id(block.automaton)]
+                return base
+        return None
+
+    def _gap(self, words: int, blocks: list[Block]) -> int | None:
+        start = self._first
+        for block in sorted(blocks, key=lambda b: b.base):
+            if block.base - start >= words:
+                return start
+            start = block.base + block.words
+        return start if self.num_words - start >= words else None

@@ -1,0 +1,167 @@
+"""Rope, KV write and paged attention of a decode step in one kernel, with split-KV, and one to join the splits.
+
+Every (row, head) is cut into SPLITS stretches of its positions, so that one long row alone keeps the whole chip busy.
+The program whose stretch holds the newest position also rotates the new key, writes key and value to their page and
+attends to them from registers: no program waits for another. The number of splits depends on the batch bucket only,
+never on the lengths, so the launch can live in a CUDA graph; a stretch that lies behind the row's end does nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rotate(base, e, cos, sin, HALF: tl.constexpr):
+    """The head vector at `base`, first 2 * HALF dimensions rotated in pairs (i, i + HALF); float32 [E]."""
+    first = e < HALF
+    second = (e >= HALF) & (e < 2 * HALF)
+    own = tl.load(base + e).to(tl.float32)
+    other = tl.load(base + tl.where(first, e + HALF, tl.where(second, e - HALF, e))).to(tl.float32)
+    return tl.where(first, own * cos - other * sin, tl.where(second, other * sin + own * cos, own))
+
+
+@triton.jit
+def _attend(
+    qkv, qkv_stride, keys, values, rows, positions, table, table_stride, cos_table, sin_table,
+    part_out, part_max, part_sum, heads, kv_heads, scale,
+    SPLITS: tl.constexpr, PAGE: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    h = tl.program_id(1)
+    split = tl.program_id(2)
+    kv_head = h // (heads // kv_heads)
+    row = tl.load(rows + b)
+    position = tl.load(positions + row)
+    e = tl.arange(0, E)
+    stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
+    begin = split * stretch
+    end = tl.minimum(begin + stretch, position)  # the newest position is not read from its page
+    pair = tl.where(e < HALF, e, tl.where(e < 2 * HALF, e - HALF, 0))
+    cos = tl.load(cos_table + position * HALF + pair)
+    sin = tl.load(sin_table + position * HALF + pair)
+    line = qkv + b * qkv_stride
+    dtype = keys.dtype.element_ty
+    q = _rotate(line + h * E, e, cos, sin, HALF).to(dtype).to(tl.float32) * scale
+    top = tl.full((1,), float("-inf"), tl.float32)
+    total = tl.zeros((1,), tl.float32)
+    acc = tl.zeros((E,), tl.float32)
+    if (begin <= position) & (position < begin + stretch):
+        k = _rotate(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
+        v = tl.load(line + (heads + kv_heads + kv_head) * E + e)
+        if h % (heads // kv_heads) == 0:
+            page = tl.load(table + row * table_stride + position // PAGE)
+            place = ((page * PAGE + position % PAGE) * kv_heads + kv_head) * E + e
+            tl.store(keys + place, k)
+            tl.store(values + place, v.to(dtype))
+        top = tl.zeros((1,), tl.float32) + tl.sum(q * k.to(tl.float32), 0)
+        total = tl.full((1,), 1.0, tl.float32)
+        acc = v.to(tl.float32)
+    for s0 in range(begin, end, BLOCK):
+        s = s0 + tl.arange(0, BLOCK)
+        inside = s < end
+        page = tl.load(table + row * table_stride + s // PAGE, inside, 0)
+        place = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + e[None, :]
+        k = tl.load(keys + place, inside[:, None], 0.0).to(tl.float32)
+        v = tl.load(values + place, inside[:, None], 0.0).to(tl.float32)
+        score = tl.where(inside, tl.sum(k * q[None, :], 1), float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 0))
+        weight = tl.exp(score - new_top)
+        shrink = tl.exp(top - new_top)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(weight[:, None] * v, 0)
+        top = new_top
+    part = (b * heads + h) * SPLITS + split
+    tl.store(part_out + part * E + e, acc)
+    one = tl.arange(0, 1)
+    tl.store(part_max + part + one, top)
+    tl.store(part_sum + part + one, total)
+
+
+@triton.jit
+def _join(part_out, part_max, part_sum, out, out_stride, heads, SPLITS: tl.constexpr, E: tl.constexpr):
+    """Joins the stretches of one (row, head) into out[b, h * E : (h + 1) * E]."""
+    b = tl.program_id(0)
+    h = tl.program_id(1)
+    e = tl.arange(0, E)
+    split = tl.arange(0, SPLITS)
+    part = (b * heads + h) * SPLITS + split
+    top = tl.load(part_max + part)
+    weight = tl.exp(top - tl.max(top, 0))
+    total = tl.sum(weight * tl.load(part_sum + part), 0)
+    acc = tl.sum(weight[:, None] * tl.load(part_out + part[:, None] * E + e[None, :]), 0)
+    tl.store(out + b * out_stride + h * E + e, (acc / total).to(out.dtype.element_ty))
+
+
+class DecodeAttention:
+    """Launches both kernels for a batch of B rows; its scratch buffers are allocated once."""
+
+    def __init__(
+        self, batch: int, heads: int, kv_heads: int, head_dim: int, page_size: int, device: torch.device
+    ) -> None:
+        self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
+        self.splits = splits_for(batch, heads)
+        parts = (batch, heads, self.splits)
+        self.part_out = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
+        self.part_max = torch.empty(parts, dtype=torch.float32, device=device)
+        self.part_sum = torch.empty(parts, dtype=torch.float32, device=device)
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        rows: Tensor,
+        positions: Tensor,
+        table: Tensor,
+        rope: tuple[Tensor, Tensor],
+        out: Tensor,
+    ) -> None:
+        """Writes the new keys and values of a step and attends.
+
+        qkv [B, (H + 2 K) E] before rope; keys, values [P * S, K, E] of one layer; rows int64 [B]; by row: positions
+        int64 [rows], table int64 [rows, pages]; rope: cos and sin float32 [context, rot_dim / 2]; out [B, H E].
+        """
+        batch = qkv.shape[0]
+        _attend[(batch, self.heads, self.splits)](
+            qkv,
+            qkv.stride(0),
+            keys,
+            values,
+            rows,
+            positions,
+            table,
+            table.stride(0),
+            *rope,
+            self.part_out,
+            self.part_max,
+            self.part_sum,
+            self.heads,
+            self.kv_heads,
+            self.head_dim**-0.5,
+            SPLITS=self.splits,
+            PAGE=self.page_size,
+            E=self.head_dim,
+            HALF=rope[0].shape[1],
+            BLOCK=64,
+            num_warps=4,
+        )
+        _join[(batch, self.heads)](
+            self.part_out,
+            self.part_max,
+            self.part_sum,
+            out,
+            out.stride(0),
+            self.heads,
+            SPLITS=self.splits,
+            E=self.head_dim,
+            num_warps=1,
+        )
+
+
+def splits_for(batch: int, heads: int, programs: int = 1024) -> int:
+    """Stretches per row, a power of two: about `programs` programs in all, 16 stretches at most."""
+    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads)))

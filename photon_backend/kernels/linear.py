@@ -1,0 +1,113 @@
+"""Linear layers that stream their weights once, for the few rows of a decode step.
+
+At M = 1..64 rows a linear is a read of its weights; the kernel's work is to keep enough of that read in flight. The
+weight tile is the left operand of the matrix product and the rows are the right one, so that the tensor cores' large
+side lies along the weights, and a layer with few outputs splits its K over several programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK_N, BLOCK_K = 64, 128  # tile of the weights: 16 kB, four of them in flight per program
+
+
+@triton.jit
+def _linear(
+    x, w, bias, out, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split, gelu_from, gap, split_len,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """out[split, m, n] = sum over the split's k of x[m, k] w[n, k] (+ bias[n]).
+
+    From n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or the split's K.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(1)
+    begin = split * split_len
+    end = tl.minimum(begin + split_len, k_in)
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    for k0 in range(begin, end, BLOCK_K):
+        k = k0 + tl.arange(0, BLOCK_K)
+        tile = w + n[:, None].to(tl.int64) * w_stride + k[None, :]
+        if EVEN:  # noqa: SIM108 - the compiler resolves a branch, not an expression
+            weights = tl.load(tile)
+        else:
+            weights = tl.load(tile, (n[:, None] < n_out) & (k[None, :] < end), 0.0)
+        rows = tl.load(x + m[None, :] * x_stride + k[:, None], (m[None, :] < m_rows) & (k[:, None] < end), 0.0)
+        acc = tl.dot(weights, rows, acc)
+    if BIAS:
+        acc += tl.load(bias + n, n < n_out, 0.0).to(tl.float32)[:, None]
+    if GELU:
+        inner = 0.7978845608028654 * (acc + 0.044715 * acc * acc * acc)
+        gelu = acc * (1.0 - 1.0 / (1.0 + tl.exp(2.0 * inner)))  # x sigmoid(2 z) = x / 2 (1 + tanh z), without tanh
+        acc = tl.where(n[:, None] >= gelu_from, gelu, acc)
+    column = n + tl.where(n >= gelu_from, gap, 0)
+    place = out + split * out_split + m[None, :] * out_stride + column[:, None]
+    tl.store(place, acc.to(out.dtype.element_ty), (n[:, None] < n_out) & (m[None, :] < m_rows))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int | None = None, gap: int = 0) -> Tensor:
+    """out[m, n] = x[m] . weight[n] + bias[n]; from n = gelu_from on tanh-GELU, stored at column n + gap.
+
+    x [M, K], weight [N, K], bias [N] of one 16-bit dtype, out [M, N + gap] of any float dtype; the last dimension of
+    each must be contiguous.
+    """
+    _launch(x, weight, bias, out[None], gelu_from, gap, splits=1)
+    return out
+
+
+def linear_split(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+    """Partial sums over K: the sum of float32 out [splits, M, N] over its first dimension is x weight^T, without bias.
+
+    The sum is left to the kernel that needs it anyway (`norm.add_norm`), in a fixed order: atomics would make a token
+    depend on timing.
+    """
+    _launch(x, weight, None, out, None, 0, splits=out.shape[0])
+    return out
+
+
+def _launch(
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, splits: int
+) -> None:
+    rows, width = x.shape
+    outputs = w.shape[0]
+    split_len = triton.cdiv(triton.cdiv(width, splits), BLOCK_K) * BLOCK_K
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    _linear[(triton.cdiv(outputs, BLOCK_N), splits, triton.cdiv(rows, block_m))](
+        x,
+        w,
+        w if bias is None else bias,
+        out,
+        rows,
+        outputs,
+        width,
+        x.stride(0),
+        w.stride(0),
+        out.stride(1),
+        out.stride(0),
+        outputs if gelu_from is None else gelu_from,
+        gap,
+        split_len,
+        BLOCK_M=block_m,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        BIAS=bias is not None,
+        GELU=gelu_from is not None,
+        EVEN=outputs % BLOCK_N == 0 and width % BLOCK_K == 0,
+        num_warps=4,
+        num_stages=4,
+    )
+
+
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor, gelu_from: int | None = None) -> Tensor:
+    """What `linear` computes, in torch."""
+    out = torch.nn.functional.linear(x, weight, bias)
+    if gelu_from is not None:
+        activated = torch.nn.functional.gelu(out[:, gelu_from:], approximate="tanh")
+        out = torch.cat([out[:, :gelu_from], activated], -1)
+    return out

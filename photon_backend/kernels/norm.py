@@ -1,0 +1,60 @@
+"""The seam between two blocks in one kernel: sum of split-K parts, bias, residual, LayerNorm."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+EPSILON = 1e-5  # of torch.nn.LayerNorm
+
+
+@triton.jit
+def _add_norm(x, parts, bias, weight, shift, normed, rows, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """x[m] += sum of parts[:, m] + bias; normed[m] = LayerNorm(x[m]). One program per row."""
+    m = tl.program_id(0)
+    d = tl.arange(0, BLOCK)
+    inside = d < width
+    value = tl.load(x + m * width + d, inside, 0.0).to(tl.float32)
+    if SPLITS > 0:
+        total = tl.load(bias + d, inside, 0.0).to(tl.float32)
+        for split in range(SPLITS):
+            total += tl.load(parts + (split * rows + m) * width + d, inside, 0.0)
+        stored = (value + total).to(x.dtype.element_ty)
+        tl.store(x + m * width + d, stored, inside)
+        value = stored.to(tl.float32)
+    mean = tl.sum(value, 0) / width
+    centred = tl.where(inside, value - mean, 0.0)
+    scale = 1.0 / tl.sqrt(tl.sum(centred * centred, 0) / width + 1e-5)
+    result = centred * scale * tl.load(weight + d, inside, 0.0).to(tl.float32)
+    result += tl.load(shift + d, inside, 0.0).to(tl.float32)
+    tl.store(normed + m * width + d, result.to(normed.dtype.element_ty), inside)
+
+
+def add_norm(x: Tensor, parts: Tensor | None, bias: Tensor, weight: Tensor, shift: Tensor, normed: Tensor) -> None:
+    """x [M, D] += sum(parts float32 [splits, M, D]) + bias [D], in place; normed [M, D] = LayerNorm(x; weight, shift).
+
+    Without parts x stays as it is. All contiguous.
+    """
+    rows, width = x.shape
+    _add_norm[(rows,)](
+        x,
+        x if parts is None else parts,
+        bias,
+        weight,
+        shift,
+        normed,
+        rows,
+        width,
+        SPLITS=0 if parts is None else parts.shape[0],
+        BLOCK=triton.next_power_of_2(width),
+        num_warps=8,
+    )
+
+
+def add_norm_reference(x: Tensor, parts: Tensor | None, bias: Tensor, weight: Tensor, shift: Tensor) -> Tensor:
+    """What `add_norm` computes, in torch; x is changed in place, the normed rows are returned."""
+    if parts is not None:
+        x.copy_(x.float() + parts.sum(0) + bias.float())
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, shift, EPSILON)

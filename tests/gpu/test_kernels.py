@@ -1,0 +1,107 @@
+"""Each kernel against torch. They run on a GPU, or, slowly, under TRITON_INTERPRET=1 on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+
+from photon_backend.engine.kv_cache import KVCache, PagedDecode  # noqa: E402
+from photon_backend.engine.sampler import draw  # noqa: E402
+from photon_backend.kernels.attention import DecodeAttention  # noqa: E402
+from photon_backend.kernels.linear import linear, linear_reference, linear_split  # noqa: E402
+from photon_backend.kernels.norm import add_norm, add_norm_reference  # noqa: E402
+from photon_backend.kernels.sample import draw as kernel_draw  # noqa: E402
+from photon_backend.model.config import TextConfig  # noqa: E402
+from photon_backend.model.text import rope_tables, rotate  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 of numpy
+
+
+def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * scale).to(DEVICE, DTYPE)
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a.float() - b.float()).norm() / b.float().norm()).item()
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16, 64])
+@pytest.mark.parametrize(("width", "outputs", "gelu_from"), [(256, 448, 192), (320, 200, None), (128, 64, 0)])
+def test_linear(rows, width, outputs, gelu_from):
+    x, weight, bias = normal(rows, width), normal(outputs, width, seed=1, scale=width**-0.5), normal(outputs, seed=2)
+    out = torch.full((rows, outputs), float("nan"), dtype=DTYPE, device=DEVICE)
+    linear(x, weight, bias, out, gelu_from)
+    assert distance(out, linear_reference(x.float(), weight.float(), bias.float(), gelu_from)) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+@pytest.mark.parametrize("splits", [1, 3, 8])
+def test_linear_split(rows, splits):
+    storage = normal(rows, 1000)
+    x, weight = storage[:, :960], normal(192, 960, seed=1, scale=960**-0.5)
+    out = torch.full((splits, rows, 192), float("nan"), dtype=torch.float32, device=DEVICE)
+    linear_split(x, weight, out)
+    assert distance(out.sum(0), x.float() @ weight.float().T) < 1e-3
+
+
+@pytest.mark.parametrize("splits", [None, 1, 8])
+@pytest.mark.parametrize("width", [192, 2048])
+def test_add_norm(splits, width):
+    x, bias, weight, shift = normal(5, width), normal(width, seed=1), normal(width, seed=2), normal(width, seed=3)
+    parts = None if splits is None else torch.randn(splits, 5, width).to(DEVICE)
+    expected_x = x.clone()
+    expected = add_norm_reference(expected_x, parts, bias, weight, shift)
+    normed = torch.full_like(x, float("nan"))
+    add_norm(x, parts, bias, weight, shift, normed)
+    assert distance(x, expected_x) < 1e-3 and distance(normed, expected) < 5e-3
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 4, 4), (3, 4, 2), (40, 2, 2)])
+@pytest.mark.parametrize("head_dim", [32, 64])
+def test_decode_attention(batch, heads, kv_heads, head_dim):
+    """Rows of all lengths, shuffled pages, rows not in batch order; what is written to the pages counts as well."""
+    config = TextConfig(dim=heads * head_dim, n_heads=heads, n_kv_heads=kv_heads, n_layers=1, max_context=512)
+    generator = torch.Generator().manual_seed(batch)
+    num_rows, per_row, size = batch + 2, 32, 16
+    cache = KVCache(config, num_rows * per_row, size, torch.device(DEVICE), DTYPE)
+    cache.k.copy_(normal(*cache.k.shape, seed=5))
+    cache.v.copy_(normal(*cache.v.shape, seed=6))
+    table = torch.randperm(num_rows * per_row, generator=generator).reshape(num_rows, per_row).to(DEVICE)
+    lengths = [0, 1, 15, 16, 63, 64, 200, 511]
+    positions = torch.tensor([lengths[i % len(lengths)] for i in range(num_rows)], device=DEVICE)
+    rows = torch.randperm(num_rows, generator=generator)[:batch].to(DEVICE)
+    qkv = normal(batch, (heads + 2 * kv_heads) * head_dim, seed=7)
+    q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
+    cos, sin = rope_tables(positions[rows], config)
+    expected_cache = KVCache(config, num_rows * per_row, size, torch.device(DEVICE), DTYPE)
+    expected_cache.k.copy_(cache.k)
+    expected_cache.v.copy_(cache.v)
+    attend = PagedDecode(expected_cache, table[rows], positions[rows])
+    expected = attend(0, rotate(q, cos, sin), rotate(k, cos, sin), v).flatten(1)
+
+    out = torch.full_like(expected, float("nan"))
+    cos, sin = rope_tables(torch.arange(config.max_context, device=DEVICE), config)
+    keys, values = cache.flat(0)
+    launch = DecodeAttention(batch, heads, kv_heads, head_dim, size, torch.device(DEVICE))
+    launch(qkv, keys, values, rows, positions, table, (cos[:, 0].contiguous(), sin[:, 0].contiguous()), out)
+    assert distance(out, expected) < 5e-3
+    assert distance(cache.k, expected_cache.k) < 1e-3 and torch.equal(cache.v, expected_cache.v)
+
+
+@pytest.mark.parametrize("vocabulary", [300, 9000])
+def test_draw_equals_the_sampler(vocabulary):
+    """Every mix of options; a third of the ids is illegal, as under a grammar."""
+    rows = 24
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 3
+    logits[:, torch.rand(vocabulary, generator=generator) < 0.3] = float("-inf")
+    options = [(t, p, k) for t in (0.0, 0.5, 1.3) for p in (0.3, 0.9, 0.999, 1.0) for k in (0, 5)]
+    temperature, top_p, top_k = (torch.tensor(column).to(DEVICE) for column in zip(*options, strict=True))
+    seed = torch.arange(rows).to(DEVICE) * 2**33 + 5
+    position = torch.arange(rows).to(DEVICE) + 731
+    for step in range(4):
+        arguments = (logits.to(DEVICE), temperature, top_p, top_k, seed, position + step)
+        assert kernel_draw(*arguments).tolist() == draw(*arguments).tolist()
