@@ -50,7 +50,7 @@ class DecodeGraphs:
         return next(b for b in self.buckets if b >= number)
 
     def replay(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:
-        """Runs a decode of the slot's first `batch` rows, a bucket, and its sampling if asked, on the current stream."""
+        """Runs a decode of the slot's first `batch` rows, a bucket, on the current stream; with `samples` its sampling."""
         self._graphs[slot, batch, spatial or not samples, samples].replay()
 
     @torch.inference_mode()
@@ -58,7 +58,7 @@ class DecodeGraphs:
         def step() -> None:
             self._runner.decode(slot, batch, self._runner.page_table.shape[1], spatial)
             if samples:
-                self._runner.sample(slot, batch, spatial, masked=False)
+                self._runner.sample(slot, batch, spatial, masked=False, automata=spatial)
 
         slot.load_rows([self._runner.scratch] * batch)
         torch.cuda.synchronize()

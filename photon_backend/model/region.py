@@ -47,8 +47,12 @@ class Region(nn.Module):
         return bins.float() / self.config.coord_out_dim
 
     def size_value(self, bins: Tensor) -> Tensor:
-        """bins: int64 [...] -> float32 [...] = 2 ** (bin / (bins - 1) * 10 - 10), so 1/1024 .. 1."""
-        return torch.exp2(bins.float() / (self.config.size_bins - 1) * 10.0 - 10.0)
+        """bins: int64 [...] -> float32 [...] = 2 ** (bin / (bins - 1) * 10 - 10), so 1/1024 .. 1.
+
+        By way of float64: in float32 torch's exp2 gives other last bits for a vector than for one element, and a box
+        would depend on its batch.
+        """
+        return torch.exp2(bins.double() / (self.config.size_bins - 1) * 10.0 - 10.0).float()
 
 
 def fourier_features(values: Tensor, frequencies: Tensor) -> Tensor:
