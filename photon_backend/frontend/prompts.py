@@ -48,7 +48,10 @@ def _prompt_ids(request: Request, config: ModelConfig, tokenizer: TextTokenizer)
     if template is None:
         raise invalid(f"task {task} is not known to this model")
     if task == "caption":
-        return list(getattr(template, request.length))
+        caption = getattr(template, request.length)
+        if caption is None:
+            raise invalid(f"length {request.length} is not known to this model")
+        return list(caption)
     if task != "query":
         return [*template.prefix, *tokenizer.encode(" " + request.text), *template.suffix]
     start = [] if request.image is not None else [ids.bos_id]

@@ -83,9 +83,11 @@ class SpanTemplate(msgspec.Struct, frozen=True):
 
 
 class CaptionTemplate(msgspec.Struct, frozen=True):
-    short: list[int]
-    normal: list[int]
-    long: list[int]
+    """None: the checkpoint does not know that length (Moondream 2's own config has no `long`)."""
+
+    short: list[int] | None = None
+    normal: list[int] | None = None
+    long: list[int] | None = None
 
 
 class Templates(msgspec.Struct, frozen=True):

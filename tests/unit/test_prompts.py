@@ -7,7 +7,7 @@ import pytest
 
 from photon_backend.frontend.options import Request
 from photon_backend.frontend.prompts import Prompt, build_prompt
-from photon_backend.model.config import Templates
+from photon_backend.model.config import CaptionTemplate, Templates
 from photon_backend.protocol import TASKS, PhotonError, Sampling
 from tests.unit.front_end_parts import CONFIG, IDS, SPECIAL, tokenizer
 
@@ -62,6 +62,16 @@ def test_a_text_cannot_spell_a_control_id(task: str) -> None:
     text = "".join(SPECIAL)
     inner = build(task, text).ids[3 : -2 if task == "query" else -1]
     assert not set(inner) & set(range(len(SPECIAL))) and text in tokenizer().decode(inner)
+
+
+def test_a_length_without_a_template_is_refused() -> None:
+    """Moondream 2's own config has no long caption."""
+    caption = CaptionTemplate(short=[1, 20, 3], normal=[1, 21, 3])
+    known = msgspec.structs.replace(IDS, templates=Templates(caption=caption))
+    config = msgspec.structs.replace(CONFIG, tokenizer=known)
+    assert build("caption", length="short", config=config).ids == [1, 20, 3]
+    with pytest.raises(PhotonError, match="length long is not known"):
+        build("caption", length="long", config=config)
 
 
 @pytest.mark.parametrize("task", TASKS)
