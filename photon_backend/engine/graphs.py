@@ -50,7 +50,7 @@ class DecodeGraphs:
         return next(b for b in self.buckets if b >= number)
 
     def replay(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:
-        """Decodes the slot's first `batch` rows, a bucket, on the current stream; with `samples` it samples them too."""
+        """Decodes the slot's first `batch` rows, a bucket, on the current stream; with `samples`, samples too."""
         self._graphs[slot, batch, spatial or not samples, samples].replay()
 
     @torch.inference_mode()
