@@ -28,6 +28,10 @@ serve: env
 load: env
 	$(PY) -m benchmarks.load
 
+# ratios of one run are what counts on a shared CPU; DEVICE=cuda on a GPU
+bench: env
+	$(PY) -m benchmarks.decode --device $(or $(DEVICE),cpu)
+
 test: lint
 	$(PY) -m pytest
 
