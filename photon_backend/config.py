@@ -32,6 +32,7 @@ class Settings(msgspec.Struct, frozen=True):
     page_size: int = 16  # positions in a KV page
     pages: int = 0  # KV pages; 0: enough for `rows` sequences of full context on a CPU, or by kv_fraction on a GPU
     kv_fraction: float = 0.8  # of the GPU's memory for weights and KV together
+    grammar_mb: int = 64  # device memory for the tables of regular grammars
     max_waiting: int = 256  # requests in the engine that have no row yet; more are refused
     prefix_cache: bool = True  # keep image prefixes for later requests with the same picture
     prefill_tokens: int = 4096  # packed tokens of one prefill step, unless a single request needs more

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from photon_backend.engine.constraints import Constraints
 from photon_backend.engine.intake import sequence_of
 from photon_backend.engine.pipeline import Step
 from photon_backend.engine.scheduler import Plan, Scheduler
@@ -52,8 +53,13 @@ class Book:
         scheduler: Scheduler,
         matcher_for: MatcherFor,
         release: Callable[[Sequence], None],
+        constraints: Constraints | None = None,
     ) -> None:
-        """`release(sequence)` gives back row and pages of a finished sequence that is in flight nowhere."""
+        """`release(sequence)` gives back row and pages of a finished sequence that is in flight nowhere.
+
+        `constraints` compiles grammars; without it no request may have one.
+        """
+        self._constraints = constraints
         self._config, self._max_waiting, self._scheduler = config, max_waiting, scheduler
         self._matcher_for, self._release = matcher_for, release
         self._open: dict[tuple[bytes, str], Sequence] = {}
@@ -106,6 +112,8 @@ class Book:
         if sequence.deadline < float("inf"):
             heapq.heappush(self._deadlines, (sequence.deadline, next(self._order), sequence))
         self._ask(sequence)
+        if request.grammar is not None and self._constraints is not None:
+            self._constraints.start(sequence)
 
     def _admissible(self, client: bytes, request: Submit, now: float) -> Sequence:
         if len(self._scheduler.waiting) >= self._max_waiting:
@@ -164,11 +172,11 @@ class Book:
 
     def _token(self, sequence: Sequence, token: int, value: list[float], now: float) -> None:
         special = self._config.tokenizer
-        if sequence.matcher is not None:
-            sequence.matcher.advance(token)
         if sequence.answering and token == special.eos_id:
             self._end(sequence, "stop", now)
             return
+        if sequence.matcher is not None and sequence.answering:
+            sequence.matcher.advance(token)
         if sequence.emitted == 0:
             sequence.first_token_time = now
         sequence.emitted += 1
@@ -222,6 +230,8 @@ class Book:
         if sequence.row < 0:
             self._scheduler.withdraw(sequence)
             self._brings_no_more(sequence)
+            if self._constraints is not None:
+                self._constraints.release(sequence)
         elif sequence.inflight == 0:
             self._release(sequence)
 

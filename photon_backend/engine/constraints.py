@@ -92,6 +92,6 @@ class Constraints:
             compiled = Compiled(sequence, error=error)
         except Exception:
             log.exception("compiling a grammar failed")
-            error = PhotonError("INTERNAL", "the engine failed on this request's grammar; its log says why")
-            compiled = Compiled(sequence, error=error)
+            message = "the engine failed on this request's grammar; its log says why"
+            compiled = Compiled(sequence, error=PhotonError("INTERNAL", message))
         self._deliver(compiled)

@@ -27,12 +27,14 @@ import torch
 
 from photon_backend.config import Settings
 from photon_backend.engine.book import Book, MatcherFor
+from photon_backend.engine.constraints import Compiled, Constraints
 from photon_backend.engine.pages import PagePool
 from photon_backend.engine.pipeline import Pipeline, Step
 from photon_backend.engine.prefix_cache import PrefixCache
 from photon_backend.engine.scheduler import Plan, Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.stepper import Stepper, default_num_pages
+from photon_backend.grammar.compiler import Grammars
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
 from photon_backend.protocol import FromEngine, Status, ToEngine
@@ -66,14 +68,18 @@ class Engine:
         self.cache = PrefixCache(self.pool)
         self.scheduler = Scheduler(settings, self.pool, self.cache)
         self.stepper = Stepper(model, settings, pages, delay)
-        self.book = Book(self.config, settings.max_waiting, self.scheduler, matcher_for, self._release)
+        grammars = Grammars(Path(settings.checkpoint), self.config, self.stepper.tables.max_words)
+        self.constraints = Constraints(grammars, self.stepper, lambda compiled: self._put(b"", compiled, None))
+        self.book = Book(
+            self.config, settings.max_waiting, self.scheduler, matcher_for, self._release, self.constraints
+        )
         self.failure: BaseException | None = None
         self._emit = emit
         self._wake = threading.Condition()
-        self._inbox: deque[tuple[bytes, ToEngine | None, np.ndarray | None]] = deque()
+        self._inbox: deque[tuple[bytes, ToEngine | Compiled | None, np.ndarray | None]] = deque()
         self._stopping = False
         self._host_s = self._waited_s = 0.0
-        self._ticks = 0
+        self._ticks = self._deferred = 0
         self._status = self._snapshot()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -101,7 +107,7 @@ class Engine:
             self._wake.notify()
         self._thread.join()
 
-    def _put(self, client: bytes, message: ToEngine | None, pixels: np.ndarray | None) -> None:
+    def _put(self, client: bytes, message: ToEngine | Compiled | None, pixels: np.ndarray | None) -> None:
         with self._wake:
             self._inbox.append((client, message, pixels))
             self._wake.notify()
@@ -144,7 +150,12 @@ class Engine:
         now = time.monotonic()
         while self._inbox:
             client, message, pixels = self._inbox.popleft()
-            self.book.take(client, message, pixels, now)
+            if isinstance(message, Compiled):
+                error = self.constraints.take(message)
+                if error is not None:
+                    self.book.fail(message.sequence, error.code, error.message, now)
+            else:
+                self.book.take(client, message, pixels, now)
         self.book.expire(now)
 
     def _commit(self) -> None:
@@ -177,18 +188,20 @@ class Engine:
         self.book.launched(plan, time.monotonic())
         if not constrained:
             self.pipeline.sampled(step, self.stepper.copy_out(step))
-        elif all(
-            s.inflight == 1 for s in constrained
-        ):  # else a matcher is a token behind: it is asked after the commit
+        elif all(s.inflight == 1 for s in constrained):
             self._sample_masked(step)
+        else:  # a matcher is a token behind: it is asked after the commit
+            self._deferred += 1
 
     def _sample_masked(self, step: Step) -> None:
         for sequence in self.stepper.fill_masks(step):
-            self.book.fail(sequence, "INTERNAL", "the grammar allows no further token", time.monotonic())
+            reason = f"the grammar allows no further token: {sequence.matcher.failure or 'it has a dead end'}"
+            self.book.fail(sequence, "INTERNAL", reason, time.monotonic())
         self.stepper.sample_masked(step)
         self.pipeline.sampled(step, self.stepper.copy_out(step))
 
     def _release(self, sequence: Sequence) -> None:
+        self.constraints.release(sequence)
         freed = self.scheduler.release(sequence)
         if self.settings.debug and freed:
             self.stepper.poison(freed)
@@ -217,6 +230,7 @@ class Engine:
         message = f"the engine ended before the answer was complete: {reason}; try again"
         self.book.fail_all("UNAVAILABLE", message, time.monotonic())
         self._flush()
+        self.constraints.close()
         self.stepper.close()
 
     def _snapshot(self) -> Status:
@@ -238,6 +252,10 @@ class Engine:
         status.prefix_misses = self.cache.misses
         status.host_ms = self._host_s * 1e3
         status.ticks = self._ticks
+        status.steps_deferred = self._deferred
+        status.constrained_device = self.constraints.num_device
+        status.constrained_host = self.constraints.num_host
+        status.constrained_fallback = self.constraints.num_fallback
         status.device_busy_ms = self.stepper.busy_ms
         status.device_idle_ms = self.stepper.idle_ms
         return status

@@ -19,6 +19,7 @@ from torch import Tensor
 from photon_backend.engine.kv_cache import KVCache, PagedDecode, PagedPrefill, Segment
 from photon_backend.engine.sampler import apply_bitmask, draw
 from photon_backend.engine.slots import POISONED, DecodeSlot
+from photon_backend.engine.tables import AutomatonTables, RowAutomata
 from photon_backend.grammar.spatial import CHOOSES_OBJECT, DECODES_COORDINATE, NEXT, THINKING, State, suppressed_ids
 from photon_backend.model.moondream import Moondream
 
@@ -46,6 +47,7 @@ class PrefillRow:
     top_p: float
     top_k: int
     seed: int
+    automaton: tuple[int, int, int]  # row_values of its tables, see tables.py
 
     @property
     def length(self) -> int:
@@ -54,8 +56,10 @@ class PrefillRow:
 
 
 class Runner:
-    def __init__(self, model: Moondream, cache: KVCache, rows: int, debug: bool, kernels: bool = True) -> None:
-        """`kernels`: use ours where they can run; otherwise, and elsewhere, plain torch."""
+    def __init__(
+        self, model: Moondream, cache: KVCache, rows: int, debug: bool, kernels: bool = True, grammar_mb: int = 64
+    ) -> None:
+        """`kernels`: use ours where they can run; otherwise, and elsewhere, plain torch. `grammar_mb`: of tables."""
         config = model.config
         self.model, self.cache, self.debug = model, cache, debug
         self.device = cache.k.device
@@ -77,6 +81,7 @@ class Runner:
         self.top_p = by_row(torch.float32)
         self.top_k = by_row(torch.int64)
         self.seed = by_row(torch.int64)
+        self.automata = RowAutomata(AutomatonTables(config.text.vocab_size, grammar_mb, self.device), rows + 1)
         self.page_table[self.scratch] = cache.scratch_page
         self._make_tables()
         self._fused, self._draw = None, draw
@@ -151,21 +156,25 @@ class Runner:
 
     # ---- sampling
 
-    def sample(self, slot: DecodeSlot, number: int, spatial: bool, masked: bool) -> None:
+    def sample(self, slot: DecodeSlot, number: int, spatial: bool, masked: bool, automata: bool) -> None:
         """Samples the step in the slot, advances the automata and leaves the next input of each row on the device.
 
         `spatial`: some row may take a coordinate or a size; without it the region heads are not run. `masked`: apply
-        the slot's mask of legal ids.
+        the slot's mask of legal ids. `automata`: some row may have a token automaton.
         """
         row, logits = slot.rows[:number], slot.logits[:number]
         state, position = self.state[row], self.position[row]
         legal = logits.masked_fill(self.suppress[state], float("-inf"))
         if masked:
             legal = apply_bitmask(legal, slot.mask[:number])
+        if automata:
+            legal = apply_bitmask(legal, self.automata.masks(row, ~self.thinking[state], legal.shape[1]))
         ids = self._draw(legal, self.temperature[row], self.top_p[row], self.top_k[row], self.seed[row], position)
         kind = torch.zeros_like(ids)
         if spatial:
             ids, kind = self._spatial(slot, number, state, position, ids)
+        if automata:
+            self.automata.advance(row, ~self.thinking[state], ids)
         answers = self.thinking[state] & (ids == self.ids.answer_id)
         self.state[row] = torch.where(answers, int(State.TEXT_FIRST), self.next_state[state])
         self.next_token[row] = ids
@@ -211,6 +220,7 @@ class Runner:
         self.top_p[row] = self._upload([r.top_p for r in batch], np.float32)
         self.top_k[row] = self._upload([r.top_k for r in batch])
         self.seed[row] = self._upload([r.seed for r in batch])
+        self.automata.start(row, self._upload([r.automaton for r in batch]))
         table = np.zeros((number, self.page_table.shape[1]), np.int64)
         for i, r in enumerate(batch):
             table[i, : len(r.pages)] = r.pages

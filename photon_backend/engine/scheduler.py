@@ -4,7 +4,8 @@ Invariants
 - A sequence is admitted with every page it can ever need, so a running sequence never waits for memory and no rule can
   deadlock. Price: pages for tokens that are never produced stay idle until the request ends.
 - First come, first admitted among those that are ready (no picture, its prefix cached, or its pixels here). One that
-  waits for its pixels holds up nobody; one that waits for pages or a row holds up all behind it, so none starves.
+  waits for its pixels or its grammar holds up nobody; one that waits for pages or a row holds up all behind it, so none
+  starves.
 - Prefill and decode take turns: a prefill step is never followed by another while rows can decode.
 - A row belongs to one sequence from admission to release, zombies included.
 """
@@ -121,7 +122,7 @@ class Scheduler:
         return admissions
 
     def _ready_in_order(self) -> Iterator[Sequence]:
-        return (s for s in self.waiting if self.ready(s))
+        return (s for s in self.waiting if self.ready(s) and not s.compiling)
 
     def _take(self, sequence: Sequence, entry: PrefixEntry | None, step_index: int) -> Admission | None:
         """Row and pages for one sequence, or None when there are not enough even after eviction."""

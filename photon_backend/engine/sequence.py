@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from photon_backend.engine.prefix_cache import PrefixEntry
+    from photon_backend.engine.tables import Block
     from photon_backend.grammar.spatial import RowProgram
 
 
@@ -25,7 +26,9 @@ class Sequence:
     limit: int  # tokens it may launch; lowered by the engine when reasoning ends (see `launchable`)
     arrival: float  # seconds, monotonic
     deadline: float = float("inf")  # seconds, monotonic
-    matcher: Any = None  # host grammar, or None
+    matcher: Any = None  # host grammar, or None; set by Constraints when it is compiled, as the next two are
+    tables: Block | None = None  # where the tables of its token automaton are, if it has one
+    compiling: bool = False  # its grammar is not ready, so it may not be admitted
 
     # set by the engine while it waits
     pixels: np.ndarray | None = None  # uint8 [C, side, side, 3], until the prefill is launched
@@ -57,6 +60,11 @@ class Sequence:
         at most one step is in flight behind it and an answer has at least one token, `planned` never passes it.
         """
         return not self.finished and self.planned < self.limit
+
+    @property
+    def asks_matcher(self) -> bool:
+        """Whether its next token needs a mask from the host. A constraint begins with the answer: reasoning is free."""
+        return self.matcher is not None and self.answering and not self.finished
 
     @property
     def zombie(self) -> bool:

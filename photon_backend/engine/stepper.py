@@ -19,9 +19,9 @@ from photon_backend.engine.scheduler import Admission, Plan
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.slots import DecodeSlot
 from photon_backend.engine.streams import Event, make_streams
+from photon_backend.engine.tables import Block
+from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton, fill_lines
 from photon_backend.model.moondream import Moondream
-
-ALL_LEGAL = -1  # a mask word with every bit set
 
 
 class Stepper:
@@ -34,7 +34,8 @@ class Stepper:
         buckets = buckets_for(settings.rows)
         self.debug = settings.debug
         self.page_size = settings.page_size
-        self.runner = Runner(model, cache, settings.rows, settings.debug, settings.kernels)
+        self.runner = Runner(model, cache, settings.rows, settings.debug, settings.kernels, settings.grammar_mb)
+        self.tables = self.runner.automata.tables
         self.slots = [DecodeSlot(model.config, buckets[-1], table.device, table.dtype) for _ in range(NUM_SLOTS)]
         self.graphs: DecodeGraphs | None = None
         if settings.graphs and not settings.debug and table.device.type == "cuda":  # debug asserts wait for the device
@@ -50,32 +51,39 @@ class Stepper:
         if self.debug:
             slot.poison()
         if plan.kind == "prefill":
-            self.compute.run(self.runner.prefill, slot, [_prefill_row(a) for a in plan.admissions])
+            self.compute.run(
+                self.runner.prefill, slot, [_prefill_row(a, self.tables.free_row) for a in plan.admissions]
+            )
+            self._wait_for_tables(plan.admissions)
             if samples:
-                self.compute.run(self.runner.sample, slot, len(step.sequences), _spatial(step), False)
+                self.compute.run(self.runner.sample, slot, len(step.sequences), _spatial(step), False, _automata(step))
             return
         rows = [s.row for s in step.sequences]
         # planned already counts this step; the token that it feeds is the one before the token that it samples
         position = max(s.prompt_len + s.planned - 2 for s in step.sequences)
-        self.compute.run(self._decode, slot, rows, position // self.page_size + 1, _spatial(step), samples)
+        self.compute.run(
+            self._decode, slot, rows, position // self.page_size + 1, _spatial(step), samples, _automata(step)
+        )
 
-    def _decode(self, slot: DecodeSlot, rows: list[int], num_pages: int, spatial: bool, samples: bool) -> None:
+    def _decode(
+        self, slot: DecodeSlot, rows: list[int], num_pages: int, spatial: bool, samples: bool, automata: bool
+    ) -> None:
         if self.graphs is not None:
             batch = self.graphs.bucket(len(rows))
             slot.load_rows(rows + [self.runner.scratch] * (batch - len(rows)))
-            self.graphs.replay(slot, batch, spatial, samples)
+            self.graphs.replay(slot, batch, spatial or automata, samples)
             return
         slot.load_rows(rows)
         self.runner.decode(slot, len(rows), num_pages, spatial)
         if samples:
-            self.runner.sample(slot, len(rows), spatial, False)
+            self.runner.sample(slot, len(rows), spatial, False, automata)
 
     def sample_masked(self, step: Step) -> None:
         """Queues the sampling of a step with the masks that `fill_masks` has written."""
         slot, number = self.slots[step.slot], len(step.sequences)
         self.copy.run(slot.upload_mask, number)
         self.compute.wait(self.copy.record())
-        self.compute.run(self.runner.sample, slot, number, _spatial(step), True)
+        self.compute.run(self.runner.sample, slot, number, _spatial(step), True, _automata(step))
 
     def copy_out(self, step: Step) -> Event:
         """Queues the copy of a sampled step's results; the event lets the host read them."""
@@ -87,17 +95,33 @@ class Stepper:
 
     def fill_masks(self, step: Step) -> list[Sequence]:
         """Writes the legal ids of every sequence of the step; returns those that have none, which must fail."""
-        mask = self.slots[step.slot].host_mask
-        stuck = []
-        for i, sequence in enumerate(step.sequences):
-            line = mask[i]
-            line.fill_(ALL_LEGAL)
-            if sequence.matcher is not None and not sequence.finished:
-                sequence.matcher.fill(line)
-                if not bool(line.any()):
-                    line.fill_(ALL_LEGAL)  # a row without a legal token would be NaN; its sequence fails instead
-                    stuck.append(sequence)
-        return stuck
+        mask = self.slots[step.slot].host_mask.numpy()
+        mask[: len(step.sequences)] = ALL_LEGAL
+        asked = [(i, s) for i, s in enumerate(step.sequences) if s.asks_matcher]
+        fill_lines([(s.matcher, i) for i, s in asked], mask)
+        stuck = [(i, s) for i, s in asked if not mask[i].any()]
+        for i, _ in stuck:
+            mask[i] = ALL_LEGAL  # a row without a legal token would be NaN; its sequence fails instead
+        return [s for _, s in stuck]
+
+    def place(self, automaton: TokenAutomaton) -> Block | None:
+        """Tables on the device for one more sequence, or None when all room is in use. Nothing waits for the upload
+        but the first step that reads them."""
+        placed = self.tables.place(automaton)
+        if placed is None:
+            return None
+        block, new = placed
+        if new:
+            self.copy.run(self.tables.write, block.base, self.tables.host_words(block))
+            block.ready = self.copy.record()
+        return block
+
+    def _wait_for_tables(self, admissions: list[Admission]) -> None:
+        for admission in admissions:
+            block = admission.sequence.tables
+            if block is not None and block.ready is not None:
+                self.compute.wait(block.ready)
+                block.ready = None
 
     def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
         """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
@@ -128,11 +152,15 @@ class Stepper:
         self.copy.close()
 
 
+def _automata(step: Step) -> bool:
+    return any(s.tables is not None for s in step.sequences)
+
+
 def _spatial(step: Step) -> bool:
     return any(s.program.spatial for s in step.sequences)
 
 
-def _prefill_row(admission: Admission) -> PrefillRow:
+def _prefill_row(admission: Admission, free_row: tuple[int, int, int]) -> PrefillRow:
     s = admission.sequence
     request, sampling = s.request, s.request.sampling
     return PrefillRow(
@@ -153,6 +181,7 @@ def _prefill_row(admission: Admission) -> PrefillRow:
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         seed=sampling.seed,
+        automaton=s.tables.row_values if s.tables is not None else free_row,
     )
 
 

@@ -16,6 +16,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
+from photon_backend.engine.streams import Event
 from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton
 
 
@@ -23,10 +24,9 @@ from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton
 class Block:
     automaton: TokenAutomaton
     base: int  # where it begins in the buffer
-    words: int
     users: int = 0
     last_used: int = 0
-    ready: object = None  # event after which it may be read; None when that is known to have passed
+    ready: Event | None = None  # event after which it may be read; None when that is known to have passed
     next_base: int = field(init=False)  # where next_state begins
 
     def __post_init__(self) -> None:
@@ -54,18 +54,17 @@ class AutomatonTables:
     @property
     def num_used(self) -> int:
         """Words of blocks that a request uses."""
-        return sum(block.words for block in self._blocks.values() if block.users)
+        return sum(block.automaton.num_words for block in self._blocks.values() if block.users)
 
     def place(self, automaton: TokenAutomaton) -> tuple[Block, bool] | None:
         """A block for one more user, and whether it must be written first; None when there is no room."""
         block = self._blocks.get(id(automaton))
         new = block is None
         if block is None:
-            words = automaton.classes.size + automaton.masks.size + automaton.next_state.size
-            base = self._room(words)
+            base = self._room(automaton.num_words)
             if base is None:
                 return None
-            block = self._blocks[id(automaton)] = Block(automaton, base, words)
+            block = self._blocks[id(automaton)] = Block(automaton, base)
         block.users += 1
         block.last_used = next(self._clock)
         return block, new
@@ -101,5 +100,39 @@ class AutomatonTables:
         for block in sorted(blocks, key=lambda b: b.base):
             if block.base - start >= words:
                 return start
-            start = block.base + block.words
+            start = block.base + block.automaton.num_words
         return start if self.num_words - start >= words else None
+
+
+class RowAutomata:
+    """The automata of all rows, on the device: where each row's tables are and its state. Torch; runs on the stream.
+
+    `bound` bool [B] says in which rows the automaton holds now: not while a row reasons.
+    """
+
+    def __init__(self, tables: AutomatonTables, rows: int) -> None:
+        device = tables.buffer.device
+        self.tables = tables
+        self.place = torch.zeros(rows, 3, dtype=torch.int64, device=device)  # row_values of each row
+        self.state = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.place[:] = torch.tensor(tables.free_row, device=device)
+        self._word = torch.arange(tables.mask_words, device=device)
+
+    def start(self, row: Tensor, place: Tensor) -> None:
+        """Rows int64 [B] begin anew with row_values int64 [B, 3]."""
+        self.place[row] = place
+        self.state[row] = 0
+
+    def masks(self, row: Tensor, bound: Tensor, vocabulary: int) -> Tensor:
+        """Legal ids of rows int64 [B]: int32 [B, ceil(V / 32)]."""
+        first = self.place[row, 0] + vocabulary + self.state[row] * self.tables.mask_words
+        masks = self.tables.buffer[first[:, None] + self._word]
+        return torch.where(bound[:, None], masks, ALL_LEGAL)
+
+    def advance(self, row: Tensor, bound: Tensor, ids: Tensor) -> None:
+        """Moves the automata of rows int64 [B] by their sampled ids int64 [B]."""
+        base, next_base, num_classes = self.place[row].unbind(1)
+        state = self.state[row]
+        token_class = self.tables.buffer[base + ids].long()
+        following = self.tables.buffer[next_base + state * num_classes + token_class].long()
+        self.state[row] = torch.where(bound, following, state)

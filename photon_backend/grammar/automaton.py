@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
 
 import numpy as np
 
+from photon_backend.grammar.constraint import TokenAutomaton
 from photon_backend.grammar.dfa import Dfa, TooLarge, build_dfa
 from photon_backend.grammar.json_text import parse_schema
 from photon_backend.grammar.regular import Either, Node, NotRegular, literal, parse_regex
@@ -22,21 +22,7 @@ from photon_backend.protocol import GrammarSpec
 MAX_STATES = 4096
 
 
-@dataclass(frozen=True)
-class Automaton:
-    """A TokenAutomaton, see constraint.py."""
-
-    masks: np.ndarray
-    classes: np.ndarray
-    next_state: np.ndarray
-
-    @property
-    def num_words(self) -> int:
-        """int32 words of all tables."""
-        return self.masks.size + self.classes.size + self.next_state.size
-
-
-def compile_automaton(spec: GrammarSpec, spelling: Spelling, max_words: int) -> Automaton:
+def compile_automaton(spec: GrammarSpec, spelling: Spelling, max_words: int) -> TokenAutomaton:
     """Raises NotRegular when the grammar is of another kind, TooLarge when it passes the limits."""
     return token_automaton(build_dfa(regular_language(spec), MAX_STATES), spelling, max_words)
 
@@ -52,7 +38,7 @@ def regular_language(spec: GrammarSpec) -> Node:
     raise NotRegular("a Lark grammar")
 
 
-def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> Automaton:
+def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> TokenAutomaton:
     num_states = len(dfa.accepting)
     words = -(-len(spelling.lengths) // 32)
     if num_states * words + len(spelling.lengths) > max_words:
@@ -64,7 +50,7 @@ def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> Automaton:
         raise NotRegular("the vocabulary cannot spell it")
     stays = np.arange(num_states, dtype=np.int32)[:, None]
     next_state = np.ascontiguousarray(np.where(reached < 0, stays, reached))
-    automaton = Automaton(masks, classes, next_state)
+    automaton = TokenAutomaton(masks, classes, next_state)
     if automaton.num_words > max_words:
         raise TooLarge(f"tables of {automaton.num_words} words, at most {max_words} are allowed")
     return automaton

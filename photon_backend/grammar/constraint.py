@@ -31,7 +31,8 @@ class Matcher(Protocol):
         """A token of the answer was committed. Never called with the terminating eos, nor after it."""
 
 
-class TokenAutomaton(Protocol):
+@dataclass(frozen=True, eq=False)
+class TokenAutomaton:
     """A state machine over token ids, as tables.
 
     masks     int32 [S, ceil(V / 32)]  legal ids of each state, eos where the answer may end
@@ -43,6 +44,11 @@ class TokenAutomaton(Protocol):
     masks: np.ndarray
     classes: np.ndarray
     next_state: np.ndarray
+
+    @property
+    def num_words(self) -> int:
+        """int32 words of all tables."""
+        return self.masks.size + self.classes.size + self.next_state.size
 
 
 @dataclass(frozen=True)
