@@ -166,7 +166,7 @@ def perf_libraries(directory: Path) -> Path:
 
 
 COLUMNS = ("requests_per_s", "tokens_per_s", "first_p50_ms", "first_p99_ms", "p50_ms", "p99_ms")
-HEAD = f"{'door':20} {'at once':>7} {'req/s':>9} {'tokens/s':>9} {'first p50':>9} {'first p99':>9} {'p50 ms':>9} {'p99 ms':>9}"
+HEAD = "door                 at once     req/s  tokens/s first p50 first p99    p50 ms    p99 ms"
 
 
 def line(row: dict[str, Any]) -> str:

@@ -10,7 +10,6 @@ inherited by tritonserver and its stubs, so it is free only when all of them are
 from __future__ import annotations
 
 import ctypes.util
-import fcntl
 import importlib.metadata
 import os
 import re
@@ -20,6 +19,8 @@ import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+
+from photon_backend.alive import is_free, lock
 
 REPOSITORY = Path(__file__).resolve().parent.parent / "model_repository"
 SHM = Path("/dev/shm")
@@ -82,7 +83,7 @@ class Layout:
         if self.lock_fd >= 0:
             os.close(self.lock_fd)
             self.lock_fd = -1
-        return not _free(self.directory)
+        return not is_free(self.directory / "owner")
 
     def remove(self) -> None:
         if self.lock_fd >= 0:
@@ -95,8 +96,7 @@ def _claim_directory() -> tuple[Path, int]:
     """A new private directory and the descriptor that holds its lock."""
     while True:
         directory = Path(tempfile.mkdtemp(prefix=PREFIX))
-        fd = os.open(directory / "owner", os.O_CREAT | os.O_RDWR, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fd = lock(directory / "owner")
         if directory.exists():  # a launcher that cleans up may have seen the file before it was locked
             return directory, fd
         os.close(fd)
@@ -111,25 +111,10 @@ def remove_leftovers() -> list[Path]:
     """Removes directories and shared memory of servers that were killed. Returns the directories."""
     dead = []
     for directory in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        if directory.is_dir() and directory.stat().st_uid == os.getuid() and _free(directory):
+        if directory.is_dir() and directory.stat().st_uid == os.getuid() and is_free(directory / "owner"):
             _remove(directory)
             dead.append(directory)
     return dead
-
-
-def _free(directory: Path) -> bool:
-    """Whether nobody holds the lock of a server's directory. Any other directory counts as held."""
-    try:
-        fd = os.open(directory / "owner", os.O_RDWR)
-    except FileNotFoundError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
 
 
 def _remove(directory: Path) -> None:

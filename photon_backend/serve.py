@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from photon_backend import layout
+from photon_backend import alive, layout
 from photon_backend.config import TINY_CHECKPOINT
 from photon_backend.layout import LaunchError, Layout
 
@@ -66,9 +66,12 @@ class Server:
         return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def problem(self) -> str | None:
-        """Why the server cannot go on, or None while it can: it ended, or a supervisor gave its engine up."""
+        """Why the server cannot go on, or None while it can: it or a stub died, or a supervisor gave its engine up."""
         if self.process.poll() is not None:
             return f"tritonserver ended with status {self.process.returncode}."
+        dead = alive.dead(self.layout.run_dir)
+        if dead:
+            return f"The process of {dead[0]} died; its requests would hang."
         with contextlib.suppress(FileNotFoundError):
             return (self.layout.run_dir / "problem").read_text()
         return None

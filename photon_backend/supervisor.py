@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from photon_backend.alive import Sign
 from photon_backend.config import Settings
 from photon_backend.engine.exit_codes import EXIT_UNUSABLE
 from photon_backend.frontend.link import Link
@@ -35,6 +36,7 @@ GOOD_SERVICE_S = 60.0  # of an engine that then fails: counts as a first failure
 MAX_FAILURES = 8
 MAX_LOAD_FAILURES = 3  # of the front-end models, in a row
 STOP_S = 3.0  # between SIGTERM and SIGKILL
+LAST_WORDS_S = 0.5  # of an engine whose connection broke, to end by itself and say how
 TURN_MS = 100
 
 log = logging.getLogger("photon.supervisor")
@@ -62,6 +64,7 @@ class Supervisor:
         self.problem: str | None = None  # why we gave up
         self.restarts = 0
         self.engine_status: Status | None = None  # of the last heartbeat
+        self._sign = Sign(settings.run_dir, f"photon_engine_{index}")
         self._thread = threading.Thread(target=self._run, name="supervisor")
 
     def start(self) -> None:
@@ -71,6 +74,7 @@ class Supervisor:
         """Ends the engine process. The front ends are Triton's to unload now."""
         self._closing = True
         self._thread.join()
+        self._sign.withdraw()
 
     def status(self) -> dict[str, object]:
         """Fields of the last heartbeat and what the supervisor knows itself."""
@@ -108,7 +112,7 @@ class Supervisor:
         self._up = own.up
         self.engine_status = own.status or self.engine_status
         if self._process is not None:
-            code = self._process.poll()
+            code = self._exit_status(LAST_WORDS_S if own in lost else 0)
             if code is not None:
                 self._ended(f"ended with status {code}", unusable=code == EXIT_UNUSABLE)
             elif own in lost:
@@ -117,6 +121,13 @@ class Supervisor:
             self._start_engine()
         if self._index == 0:
             self._match_front_ends(any(peer.up for peer in link.peers))
+
+    def _exit_status(self, wait_s: float) -> int | None:
+        assert self._process is not None
+        try:
+            return self._process.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return None
 
     def _start_engine(self) -> None:
         self._born = time.monotonic()

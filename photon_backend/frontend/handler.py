@@ -26,10 +26,11 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 import zmq
 
+from photon_backend.alive import Sign
 from photon_backend.config import Settings, read_settings
 from photon_backend.frontend.link import EnginePeer, Link
 from photon_backend.frontend.session import FrontEnd, Response, Session
-from photon_backend.frontend.tensors import error_response, image_size, read_request, triton_response
+from photon_backend.frontend.tensors import error_response, read_request, triton_response
 from photon_backend.log import set_up_logging
 from photon_backend.protocol import Cancel, Done, Failed, FromEngine, NeedPicture, PhotonError, Picture, Tokens
 
@@ -61,6 +62,7 @@ class Handler:
         self._settings: Settings = read_settings()
         set_up_logging(name, self._settings.log_level)
         self._front_end = FrontEnd(self._settings)
+        self._sign = Sign(self._settings.run_dir, name)
         self._inbox: deque[tuple[Any, Any]] = deque()  # requests with their senders
         self._pictures: deque[tuple[str, Future[tuple[tuple[int, int], np.ndarray]]]] = deque()
         self._open: dict[str, _Open] = {}
@@ -72,6 +74,9 @@ class Handler:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._decoders = ThreadPoolExecutor(self._settings.decode_threads, thread_name_prefix="decode")
         self._connected = threading.Event()
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_fd, zmq.POLLIN)
+        self._link = Link(self._settings, self._poller, range(self._settings.engines))  # the owner's from its start on
         self._owner = threading.Thread(target=self._run, name="owner")
         self._owner.start()
         if not self._connected.wait(FIRST_BEAT_S):
@@ -87,25 +92,22 @@ class Handler:
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
         self._owner.join()
+        self._sign.withdraw()
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_fd, zmq.POLLIN)
-        link = Link(self._settings, poller, range(self._settings.engines))
-        self._link = link
         while not self._closing:
             try:
-                self._turn(poller)
+                self._turn()
             except Exception:
                 log.exception("a turn of the owner thread failed")
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
         self._refuse_inbox()
         self._fail_all(PhotonError("UNAVAILABLE", "The server is stopping."))
-        link.close()
+        self._link.close()
 
-    def _turn(self, poller: zmq.Poller) -> None:
-        events = poller.poll(CANCEL_POLL_MS if self._open else IDLE_MS)
+    def _turn(self) -> None:
+        events = self._poller.poll(CANCEL_POLL_MS if self._open else IDLE_MS)
         if any(source == self._wake_fd for source, _ in events):
             os.eventfd_read(self._wake_fd)
         while self._inbox:
@@ -132,9 +134,11 @@ class Handler:
         """From Triton's request to Submit. Whatever fails here is answered here."""
         try:
             request_id = f"{os.getpid():x}-{next(self._numbers):x}"
-            size = image_size(request)
-            self._admit(size)
-            session = self._front_end.open(read_request(request), request_id)
+            self._admit_request()
+            raw = read_request(request)
+            size = len(raw.image or b"")
+            self._admit_image(size)
+            session = self._front_end.open(raw, request_id)
             peer = self._link.choose(session.submit.digest)
             if peer is None:
                 raise PhotonError("UNAVAILABLE", "No engine is running at the moment; try again.")
@@ -146,9 +150,11 @@ class Handler:
         self._image_bytes += size
         self._open[request_id] = _Open(sender, session, peer, size)
 
-    def _admit(self, image_bytes: int) -> None:
+    def _admit_request(self) -> None:
         if len(self._open) >= self._settings.max_open_requests:
             raise PhotonError("UNAVAILABLE", f"This front end already has {len(self._open)} requests; try again later.")
+
+    def _admit_image(self, image_bytes: int) -> None:
         limit = WAITING_PICTURES * self._settings.max_image_bytes
         if self._image_bytes and self._image_bytes + image_bytes > limit:
             raise PhotonError(
@@ -191,7 +197,8 @@ class Handler:
             if request.session.cancel_wanted:
                 self._cancel(request_id, request)
             for response in responses:
-                self._respond(request_id, request, response)
+                if request_id in self._open:
+                    self._respond(request_id, request, response)
 
     def _decode(self, request_id: str) -> None:
         request = self._open.get(request_id)
@@ -212,15 +219,19 @@ class Handler:
 
     def _respond(self, request_id: str, request: _Open, response: Response) -> None:
         """Sends one response; a final one closes the request even when sending fails."""
+        final = response.final
         try:
-            request.sender.send(triton_response(response), flags=FINAL if response.final else 0)
+            message = triton_response(response)
+        except Exception as error:
+            self._cancel(request_id, request)
+            message, final = error_response(_as_photon_error(error, "a response could not be written")), True
+        try:
+            request.sender.send(message, flags=FINAL if final else 0)
         except Exception:
             log.exception("a response of request %s could not be sent", request_id)
-            if not response.final:
-                self._cancel(request_id, request)
-        finally:
-            if response.final:
-                self._close_request(request_id, request)
+            self._cancel(request_id, request)
+        if final:
+            self._close_request(request_id, request)
 
     def _close_request(self, request_id: str, request: _Open) -> None:
         if self._open.pop(request_id, None) is not None:

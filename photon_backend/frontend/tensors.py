@@ -37,12 +37,6 @@ def read_request(request: Any) -> RawRequest:
     )
 
 
-def image_size(request: Any) -> int:
-    """Bytes of the picture as it came, without copying it; 0 without one."""
-    tensor = pb_utils.get_input_tensor_by_name(request, "image")
-    return 0 if tensor is None else len(tensor.as_numpy().reshape(-1)[0])
-
-
 def _element(request: Any, name: str) -> Any:
     """The one element of an optional input; None when it is absent."""
     tensor = pb_utils.get_input_tensor_by_name(request, name)

@@ -93,6 +93,18 @@ def test_killed_tritonserver(launcher: subprocess.Popen[str]) -> None:
     assert not directory.exists() and regions(directory) == []
 
 
+@pytest.mark.parametrize("model", ["photon", "photon_engine"])
+def test_killed_stub(launcher: subprocess.Popen[str], model: str) -> None:
+    """Triton would let its requests hang and stay ready for ever; the launcher ends the server and names the stub."""
+    directory, processes = belongings(launcher)
+    stub = next(p for p in processes if f"/models/{model}/1/model.py" in Path(f"/proc/{p}/cmdline").read_text())
+    os.kill(stub, signal.SIGKILL)
+    assert launcher.wait(20) == 1
+    assert f"The process of {model}_0" in launcher.stderr.read()  # type: ignore[union-attr]
+    wait_until(lambda: not any(map(alive, processes)), 10, "all processes gone")
+    assert not directory.exists() and regions(directory) == []
+
+
 def test_directory_of_a_running_server_is_not_removed(server: Server) -> None:
     assert server.layout.directory not in layout.remove_leftovers()
     assert server.layout.run_dir.stat().st_mode & 0o777 == 0o700

@@ -1,0 +1,54 @@
+"""Signs of life: a file that a process keeps locked. The kernel drops the lock when the process ends, however it ends.
+
+Triton never restarts a stub that died; its requests hang and its model stays ready. So every stub shows a sign of life
+beside the sockets, and the launcher ends the server when one is there without its process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+SUFFIX = ".alive"
+
+
+class Sign:
+    """Shown until `withdraw`, which an orderly end calls."""
+
+    def __init__(self, run_dir: str, name: str) -> None:
+        self._path = Path(run_dir) / f"{name}{SUFFIX}"
+        unlocked = self._path.with_suffix(".new")
+        self._fd = lock(unlocked)
+        unlocked.rename(self._path)  # never seen unlocked
+
+    def withdraw(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def dead(run_dir: Path) -> list[str]:
+    """Names of those that ended without withdrawing their sign."""
+    return [path.stem for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
+
+
+def lock(path: Path) -> int:
+    """Creates and locks a file. Returns the descriptor, which holds the lock in every process that inherits it."""
+    fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+def is_free(path: Path) -> bool:
+    """Whether the file is there and nobody holds its lock."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+    return True
