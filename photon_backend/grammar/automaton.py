@@ -43,7 +43,7 @@ def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> TokenAutoma
     words = -(-len(spelling.lengths) // 32)
     if num_states * words + len(spelling.lengths) > max_words:
         raise TooLarge(f"masks of {num_states} states need more than {max_words} words")
-    classes, columns = _classes(dfa, spelling, (max_words - num_states * words) // num_states)
+    classes, columns = _classes(dfa, spelling, max_words // num_states)
     reached = columns.T  # [S, K], -1: not legal
     masks = _masks(reached >= 0, classes, dfa.accepting, spelling.eos_id)
     if not masks.any(axis=1).all():

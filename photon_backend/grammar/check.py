@@ -67,17 +67,21 @@ def _check_schema(spec: GrammarSpec) -> None:
     schema = json.loads(spec.text)
     if schema is False:
         raise refuse(spec, "no value satisfies the schema false")
+    if not isinstance(schema, dict | bool):
+        raise refuse(spec, "a schema is an object, or true")
     if '"$ref"' in spec.text and spec.text.count("{") > MAX_RULES:
         raise refuse(spec, f"more than {MAX_RULES} schemas are not accepted together with $ref")
     try:
-        _check_keywords(spec, schema)
+        _check_keywords(spec, schema, root=True)
     except RecursionError:
         raise refuse(spec, "it is nested too deeply") from None
 
 
-def _check_keywords(spec: GrammarSpec, schema: Any) -> None:
+def _check_keywords(spec: GrammarSpec, schema: Any, root: bool = False) -> None:
     if not isinstance(schema, dict):
         return  # true, false, or something that the library refuses
+    if not root and "$ref" in schema and not schema.keys().isdisjoint(("$id", "id")):
+        raise refuse(spec, "the keyword '$id' beside '$ref' is not supported")  # drafts do not agree what it means
     for keyword, value in schema.items():
         if keyword in _ONE or keyword in _MANY:
             for inner in value if isinstance(value, list) else [value]:

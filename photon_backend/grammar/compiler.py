@@ -7,6 +7,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from photon_backend.grammar.automaton import compile_automaton
+from photon_backend.grammar.check import check
 from photon_backend.grammar.constraint import Constraint, TokenAutomaton
 from photon_backend.grammar.dfa import TooLarge
 from photon_backend.grammar.matcher import LibraryMatcher, Prototypes, Vocabulary
@@ -35,6 +36,7 @@ class Grammars:
             if spec in self._cache:
                 self._cache.move_to_end(spec)
                 return self._cache[spec]
+        check(spec)  # the front end has done it; whatever comes here must not reach the end of a stack
         automaton, too_large = self._automaton(spec)
         constraint = Constraint(_Matchers(self, spec).make, automaton, too_large)
         if automaton is None:

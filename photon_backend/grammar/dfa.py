@@ -15,7 +15,7 @@ import numpy as np
 
 from photon_backend.grammar.regular import Chars, Concat, Either, Node, NotRegular, Ranges
 
-MAX_NFA_STATES = 100_000
+MAX_NFA_STATES = 50_000
 _LENGTH_ENDS = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)  # last code point of each UTF-8 length
 _SURROGATES = (0xD800, 0xDFFF)
 

@@ -23,6 +23,7 @@ from photon_backend.grammar.regular import (
     Node,
     NotRegular,
     Repeat,
+    chars,
     literal,
     optional,
     parse_regex,
@@ -108,19 +109,32 @@ def quoted(node: Node) -> Node:
 
 def _quoted_chars(node: Chars) -> Node:
     plain: list[tuple[int, int]] = []
-    escaped: list[Node] = []
+    escaped: list[int] = []
     for low, high in node.ranges:
-        for code in (*range(low, min(high, 0x1F) + 1), *(c for c in (0x22, 0x5C, 0x7F) if low <= c <= high)):
-            if code in _SHORT:
-                escaped.append(literal("\\" + _SHORT[code]))
-            if code not in (0x22, 0x5C):
-                escaped += [literal(f"\\u{code:04x}"), literal(f"\\u{code:04X}")]
+        escaped += range(low, min(high, 0x1F) + 1)
         start = max(low, 0x20)
         for code in (0x22, 0x5C, 0x7F, MAX_CODE_POINT + 1):
             if start <= min(high, code - 1):
                 plain.append((start, min(high, code - 1)))
+            if low <= code <= high:
+                escaped.append(code)
             start = max(start, code + 1)
-    return _either(([Chars(tuple(plain))] if plain else []) + escaped)
+    return _either(([Chars(tuple(plain))] if plain else []) + ([_escapes(escaped)] if escaped else []))
+
+
+def _escapes(codes: list[int]) -> Node:
+    """A backslash and its letter, or u00 and two digits, where each exists. Few states: it is copied for each
+    character of a bounded string."""
+    ways: list[Node] = []
+    letters = [ord(_SHORT[code]) for code in codes if code in _SHORT]
+    if letters:
+        ways.append(chars((c, c) for c in letters))
+    for first in (0, 1, 7):
+        last = [code & 15 for code in codes if code >> 4 == first]
+        if last:
+            digits = chars((ord(c), ord(c)) for code in last for c in f"{code:x}{code:X}")
+            ways.append(Concat((literal(f"u00{first}"), digits)))
+    return Concat((literal("\\"), _either(ways)))
 
 
 def _string(schema: dict[str, Any]) -> Node:

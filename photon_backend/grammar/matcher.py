@@ -13,6 +13,7 @@ What its use has to heed (each has a test):
 
 from __future__ import annotations
 
+import json
 import re
 import threading
 from collections.abc import Iterable, Sequence
@@ -76,6 +77,7 @@ class Vocabulary:
         control = {ids.bos_id, ids.answer_id, ids.thinking_id, ids.coord_id, ids.size_id}
         control |= {ids.start_ground_points_id, ids.end_ground_id}
         control |= {token for token in range(size) if self.tokens.is_special_token(token)}
+        control |= {added["id"] for added in json.loads(text).get("added_tokens") or []}  # text has other spellings
         bits = np.ones(-(-size // 32) * 32, np.uint8)
         bits[size:] = 0
         bits[sorted(control - {ids.eos_id})] = 0
@@ -125,6 +127,9 @@ class LibraryMatcher:
         """See constraint.py."""
         self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
         self._settle(line)
+
+    def copy(self) -> LibraryMatcher:
+        return LibraryMatcher(self._matcher.deep_copy(), self._vocabulary)
 
     def advance(self, token: int) -> None:
         self._matcher.consume_token(token)

@@ -13,7 +13,7 @@ from photon_backend.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Spelling:
-    """bytes uint8 [V, L], right-padded; lengths int64 [V], 0 for ids that no text has: control tokens and padding."""
+    """bytes uint8 [V, L], right-padded; lengths int64 [V], 0 for ids that no answer has: added, control, padding."""
 
     bytes: np.ndarray
     lengths: np.ndarray
@@ -31,7 +31,7 @@ def read_spelling(checkpoint: Path, config: ModelConfig) -> Spelling | None:
         if all(c in byte_of for c in piece):
             words[token] = bytes(byte_of[c] for c in piece)
     for added in spec.get("added_tokens") or []:
-        words[added["id"]] = b"" if added["special"] else added["content"].encode()
+        words[added["id"]] = b""
     ids = config.tokenizer
     for token in (ids.bos_id, ids.eos_id, ids.answer_id, ids.thinking_id, ids.coord_id, ids.size_id):
         words[token] = b""
