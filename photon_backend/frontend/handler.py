@@ -102,6 +102,7 @@ class Handler:
             except Exception:
                 log.exception("a turn of the owner thread failed")
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
+                time.sleep(CANCEL_POLL_MS / 1000)  # a fault that stays must not take a whole core
         self._refuse_inbox()
         self._fail_all(PhotonError("UNAVAILABLE", "The server is stopping."))
         self._link.close()
@@ -117,12 +118,8 @@ class Handler:
         for _, messages in self._link.receive():
             self._feed(messages)
         for peer in self._link.tend():
-            log.log(
-                logging.WARNING if peer.load else logging.INFO,
-                "engine %d is gone with %d requests",
-                peer.index,
-                peer.load,
-            )
+            level = logging.WARNING if peer.load else logging.INFO
+            log.log(level, "engine %d is gone with %d requests", peer.index, peer.load)
             self._fail_all(PhotonError("UNAVAILABLE", "The engine went away; it is being restarted, try again."), peer)
         if any(peer.up for peer in self._link.peers):
             self._connected.set()

@@ -92,7 +92,7 @@ class EnginePeer:
         Call after `receive`, so that what the engine said before its end is heard.
         """
         broken = self.up and now - self._last_beat > SILENCE_S
-        while self._monitor.poll(0):
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             recv_monitor_message(self._monitor)
             broken = True
         if broken:
