@@ -103,7 +103,7 @@ class DecodeAttention:
         self, batch: int, heads: int, kv_heads: int, head_dim: int, page_size: int, device: torch.device
     ) -> None:
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
-        self.splits = splits_for(batch, heads)
+        self.splits, self.block, self.warps = SHAPE or shape_for(batch, heads)
         parts = (batch, heads, self.splits)
         self.part_out = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
         self.part_max = torch.empty(parts, dtype=torch.float32, device=device)
@@ -146,8 +146,8 @@ class DecodeAttention:
             PAGE=self.page_size,
             E=self.head_dim,
             HALF=rope[0].shape[1],
-            BLOCK=64,
-            num_warps=4,
+            BLOCK=self.block,
+            num_warps=self.warps,
         )
         _join[(batch, self.heads)](
             self.part_out,
@@ -162,6 +162,9 @@ class DecodeAttention:
         )
 
 
-def splits_for(batch: int, heads: int, programs: int = 1024) -> int:
-    """Stretches per row, a power of two: about `programs` programs in all, 16 stretches at most."""
-    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads)))
+SHAPE: tuple[int, int, int] | None = None  # splits, BLOCK, warps for all launches; benchmarks set it
+
+
+def shape_for(batch: int, heads: int, programs: int = 1024) -> tuple[int, int, int]:
+    """Stretches per row, a power of two: about `programs` programs in all, 16 stretches at most; block; warps."""
+    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 64, 4

@@ -12,7 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK_N, BLOCK_K = 64, 128  # tile of the weights: 16 kB, four of them in flight per program
+SHAPE: tuple[int, int, int, int] | None = None  # BLOCK_N, BLOCK_K, warps, stages for all launches; benchmarks set it
+
+
+def shape_for(rows: int) -> tuple[int, int, int, int]:
+    """BLOCK_N, BLOCK_K, warps, stages: the tile of the weights and how many of them are in flight."""
+    return SHAPE or ((64, 128, 4, 4) if rows <= 16 else (64, 128, 4, 3))
 
 
 @triton.jit
@@ -76,9 +81,10 @@ def _launch(
 ) -> None:
     rows, width = x.shape
     outputs = w.shape[0]
-    split_len = triton.cdiv(triton.cdiv(width, splits), BLOCK_K) * BLOCK_K
+    block_n, block_k, warps, stages = shape_for(rows)
+    split_len = triton.cdiv(triton.cdiv(width, splits), block_k) * block_k
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    _linear[(triton.cdiv(outputs, BLOCK_N), splits, triton.cdiv(rows, block_m))](
+    _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,
         w,
         w if bias is None else bias,
@@ -94,13 +100,13 @@ def _launch(
         gap,
         split_len,
         BLOCK_M=block_m,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
         BIAS=bias is not None,
         GELU=gelu_from is not None,
-        EVEN=outputs % BLOCK_N == 0 and width % BLOCK_K == 0,
-        num_warps=4,
-        num_stages=4,
+        EVEN=outputs % block_n == 0 and width % block_k == 0,
+        num_warps=warps,
+        num_stages=stages,
     )
 
 

@@ -19,7 +19,7 @@ def _add_norm(x, parts, bias, weight, shift, normed, rows, width, SPLITS: tl.con
     value = tl.load(x + m * width + d, inside, 0.0).to(tl.float32)
     if SPLITS > 0:
         total = tl.load(bias + d, inside, 0.0).to(tl.float32)
-        for split in range(SPLITS):
+        for split in tl.static_range(SPLITS):  # all loads in flight at once
             total += tl.load(parts + (split * rows + m) * width + d, inside, 0.0)
         stored = (value + total).to(x.dtype.element_ty)
         tl.store(x + m * width + d, stored, inside)
