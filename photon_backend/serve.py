@@ -73,7 +73,7 @@ class Server:
         if dead:
             return f"The process of {dead[0]} died; its requests would hang."
         with contextlib.suppress(FileNotFoundError):
-            return (self.layout.run_dir / "problem").read_text()
+            return (self.layout.run_dir / "problem").read_text() or None  # empty: being written
         return None
 
     def is_ready(self, model: str = "photon") -> bool:

@@ -162,9 +162,9 @@ class Supervisor:
         log.error("engine %d %s; starting it again in %.1f s", self._index, how, pause)
 
     def _give_up(self, problem: str) -> None:
-        self.problem = problem
         log.error("%s", problem)
         (Path(self._settings.run_dir) / "problem").write_text(problem)
+        self.problem = problem
 
     def _stop_engine(self, at_once: bool = False) -> None:
         if self._process is None:

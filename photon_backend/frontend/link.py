@@ -40,6 +40,7 @@ class EnginePeer:
 
     def _connect(self) -> None:
         self.status = None
+        self._broken = False
         self._last_beat = time.monotonic()
         self._next_hello = 0.0
         self._socket = self._context.socket(zmq.DEALER)
@@ -68,6 +69,9 @@ class EnginePeer:
     def receive(self) -> list[FromEngine]:
         """All messages that have come, heartbeats taken out. Raises nothing: the engine is our own."""
         received: list[FromEngine] = []
+        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # first: what came before the break is then here to read
+            recv_monitor_message(self._monitor)
+            self._broken = True
         while True:
             try:
                 frame = self._socket.recv(zmq.NOBLOCK)
@@ -87,18 +91,12 @@ class EnginePeer:
             self._socket.send(encode([Hello()]))
 
     def lost(self, now: float) -> bool:
-        """Whether the connection broke or heartbeats stayed away since the last call; if so, connects anew.
-
-        Call after `receive`, so that what the engine said before its end is heard.
-        """
-        broken = self.up and now - self._last_beat > SILENCE_S
-        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
-            recv_monitor_message(self._monitor)
-            broken = True
-        if broken:
+        """Whether `receive` saw the connection break or heartbeats stayed away; if so, connects anew."""
+        lost = self._broken or (self.up and now - self._last_beat > SILENCE_S)
+        if lost:
             self.close()
             self._connect()
-        return broken
+        return lost
 
 
 class Link:
