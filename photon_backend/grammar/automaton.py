@@ -64,32 +64,42 @@ def _classes(dfa: Dfa, spelling: Spelling, max_columns: int) -> tuple[np.ndarray
     num_states, num_classes = dfa.next_state.shape
     step = np.vstack([dfa.next_state, np.full((1, num_classes), -1, np.int32)]).T.copy()  # [C, S + 1]: -1 leads to -1
     classes = np.zeros(len(spelling.lengths), np.int32)
-    index: dict[bytes, int] = {}
     found = [np.full(num_states, -1, np.int32)]
-    index[found[0].tobytes()] = 0
-    tokens = np.flatnonzero(spelling.lengths)
-    group = np.zeros(len(tokens), np.int64)
-    columns = np.arange(num_states, dtype=np.int32)[None]
+    index = {found[0].tobytes(): 0}
+    tokens = np.flatnonzero(spelling.lengths)  # that go on
+    group = np.zeros(len(tokens), np.int64)  # of each: tokens of a group have gone to the same states so far
+    columns = np.arange(num_states, dtype=np.int32)[None]  # those states, a line per group
     for position in range(spelling.bytes.shape[1]):
         symbol = dfa.byte_class[spelling.bytes[tokens, position]]
         ways, way = np.unique(group * num_classes + symbol, return_inverse=True)
-        if len(ways) > max_columns:
-            raise TooLarge(f"more than {max_columns} kinds of tokens")
-        columns = step[(ways % num_classes)[:, None], columns[ways // num_classes]]
+        if len(ways) > 8 * max_columns:
+            raise TooLarge(f"tokens go more than {8 * max_columns} ways")
+        columns, merged = _distinct(step[(ways % num_classes)[:, None], columns[ways // num_classes]])
+        group = merged[way]
         ends = spelling.lengths[tokens] == position + 1
-        for i in np.unique(way[ends]):
-            number = index.setdefault(columns[i].tobytes(), len(found))
-            if number == len(found):
+        number = np.zeros(len(columns), np.int32)
+        for i in np.unique(group[ends]):
+            number[i] = index.setdefault(columns[i].tobytes(), len(found))
+            if number[i] == len(found):
                 found.append(columns[i])
-            classes[tokens[ends & (way == i)]] = number
-        goes_on = ~ends & (columns >= 0).any(axis=1)[way]
-        tokens = tokens[goes_on]
-        kept, group = np.unique(way[goes_on], return_inverse=True)
-        columns = columns[kept]
+        classes[tokens[ends]] = number[group[ends]]
+        goes_on = ~ends & (columns >= 0).any(axis=1)[group]
+        tokens, group = tokens[goes_on], group[goes_on]
         time.sleep(0)  # lets the engine thread have the interpreter
         if not len(tokens):
             break
     return classes, np.stack(found)
+
+
+def _distinct(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct lines of int32 [N, S], and for each line its number among them.
+
+    Sorting lines is slow, so they are told apart by a 64-bit hash, and compared with what they are merged with.
+    """
+    factors = np.random.RandomState(0).randint(1 << 62, size=lines.shape[1], dtype=np.int64) * 2 + 1
+    _, first, number = np.unique(lines.astype(np.int64) @ factors, return_index=True, return_inverse=True)
+    assert (lines == lines[first[number]]).all()
+    return lines[first], number
 
 
 def _masks(legal: np.ndarray, classes: np.ndarray, accepting: np.ndarray, eos_id: int) -> np.ndarray:
