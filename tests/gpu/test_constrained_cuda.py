@@ -1,0 +1,70 @@
+"""Device automata on a GPU, through graphs: the same tokens as on a CPU, beside free rows. Needs no grammar library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from harness import Bench, request
+from tiny_checkpoint import write_checkpoint
+
+from photon_backend.protocol import GrammarSpec
+
+COLORS = ["red", "green", "light blue", "gr\u00fcn"]
+SCENE = {
+    "type": "object",
+    "properties": {"color": {"enum": COLORS}, "count": {"type": "integer", "minimum": 0, "maximum": 120}},
+    "required": ["color", "count"],
+    "additionalProperties": False,
+}
+SPECS = [
+    GrammarSpec("choice", json.dumps(COLORS)),
+    GrammarSpec("regex", r"[0-9]{4}-[01][0-9]-[0-3][0-9]"),
+    GrammarSpec("json_schema", json.dumps(SCENE)),
+]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory)
+    return directory
+
+
+def told_by(checkpoint: Path, device: str, delay=None, **settings) -> dict:
+    bench = Bench(checkpoint, delay=delay, device=device, **settings)
+    for i in range(18):
+        submit, name = request(f"r{i}", checkpoint, i, **({"task": "query", "max_tokens": 40} if i % 2 else {}))
+        bench.submit(msgspec.structs.replace(submit, grammar=SPECS[i % 3]) if i % 2 else submit, name)
+        bench.tick()
+    while bench.tick() or bench.engine.constraints.num_compiling:
+        if bench.engine.constraints.num_compiling and not bench.engine.pipeline:
+            bench.engine._idle()
+    assert bench.engine.constraints.num_device == 9 and bench.engine.stepper.tables.num_used == 0
+    bench.assert_baseline()
+    told = {key: answer.told for key, answer in bench.answers.items()}
+    bench.close()
+    return told
+
+
+@pytest.fixture(scope="module")
+def on_cpu(checkpoint: Path) -> dict:
+    return told_by(checkpoint, "cpu", overlap=False)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("debug", [True, False])
+def test_constrained_tokens_equal_those_of_the_cpu(checkpoint, on_cpu, overlap, debug):
+    assert told_by(checkpoint, "cuda", overlap=overlap, debug=debug) == on_cpu
+
+
+@pytest.mark.parametrize("lag", ["compute", "copy"])
+def test_late_tables_change_nothing(checkpoint, on_cpu, lag):
+    def delay(stream: str) -> None:
+        if stream == lag:
+            torch.cuda._sleep(3_000_000)
+
+    assert told_by(checkpoint, "cuda", delay, debug=False) == on_cpu
