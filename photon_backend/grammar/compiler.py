@@ -12,7 +12,7 @@ from photon_backend.grammar.constraint import Constraint, TokenAutomaton
 from photon_backend.grammar.dfa import TooLarge
 from photon_backend.grammar.matcher import LibraryMatcher, Prototypes, Vocabulary
 from photon_backend.grammar.regular import NotRegular
-from photon_backend.grammar.spelling import read_spelling
+from photon_backend.grammar.spelling import Spelling, read_spelling
 from photon_backend.model.config import ModelConfig
 from photon_backend.protocol import GrammarSpec
 
@@ -27,7 +27,8 @@ class Grammars:
         self._checkpoint, self._config, self._max_words = checkpoint, config, max_words
         self._lock = threading.Lock()
         self._vocabulary: Vocabulary | None = None
-        self._spelling = read_spelling(checkpoint, config) if max_words else None
+        self._spelling: Spelling | None = None
+        self._is_loaded = False
         self._cache: OrderedDict[GrammarSpec, Constraint] = OrderedDict()
 
     def compile(self, spec: GrammarSpec) -> Constraint:
@@ -53,12 +54,20 @@ class Grammars:
                 self._vocabulary = Vocabulary(self._checkpoint, self._config)
             return self._vocabulary
 
+    def _load_spelling(self) -> Spelling | None:
+        with self._lock:
+            if self._max_words and not self._is_loaded:
+                self._spelling = read_spelling(self._checkpoint, self._config)
+                self._is_loaded = True
+            return self._spelling
+
     def _automaton(self, spec: GrammarSpec) -> tuple[TokenAutomaton | None, bool]:
         """The automaton if there is one, and whether it is only the limits that forbid it."""
-        if self._spelling is None:
+        spelling = self._load_spelling()
+        if spelling is None:
             return None, False
         try:
-            return compile_automaton(spec, self._spelling, self._max_words), False
+            return compile_automaton(spec, spelling, self._max_words), False
         except NotRegular:
             return None, False
         except TooLarge:
