@@ -14,8 +14,9 @@ import pytest
 from photon_backend import __main__, run
 from photon_backend.config import Settings
 from photon_backend.frontend.session import FrontEnd, RawRequest
+from photon_backend.model.tokenizer import TextTokenizer
 from tests.model.cases import MAX_TOKENS, Case, cases
-from tests.model.tiny_checkpoint import CONFIG, GOLDEN, picture, write_checkpoint
+from tests.model.tiny_checkpoint import CONFIG, GOLDEN, TOKENIZER, picture, write_checkpoint
 from tests.unit.front_end_parts import file_bytes
 
 GOLDEN_CASES: dict[str, Any] = json.loads((GOLDEN / "golden.json").read_text())["cases"]
@@ -63,6 +64,17 @@ def test_prompts_equal_those_of_the_reference(checkpoint: Path) -> None:
         assert front_end.open(raw_request(case), "r").submit.prompt_ids == GOLDEN_CASES[case.name]["prompt"], case.name
 
 
+def in_characters(golden: dict[str, Any]) -> list[dict[str, Any]]:
+    """The golden grounding, whose indices count ids (make_golden spells an id as one character), over the text."""
+
+    def characters(number: int) -> int:
+        return len(TextTokenizer(TOKENIZER).decode(golden["reasoning_ids"][:number]))
+
+    return [
+        g | {"start_idx": characters(g["start_idx"]), "end_idx": characters(g["end_idx"])} for g in golden["grounding"]
+    ]
+
+
 @pytest.mark.parametrize("case", ENGINE_CASES, ids=lambda case: case.name)
 def test_answers_equal_those_of_the_reference(checkpoint: Path, case: Case) -> None:
     document = run.answer(Settings(checkpoint=str(checkpoint), threads=1), raw_request(case))
@@ -76,7 +88,7 @@ def test_answers_equal_those_of_the_reference(checkpoint: Path, case: Case) -> N
         expected_ids = golden["ids"]
         if case.reasoning:
             expected_ids = [*golden["reasoning_ids"], CONFIG.tokenizer.answer_id, *expected_ids]
-            assert document["usage"]["reasoning"]["grounding"] == golden["grounding"]
+            assert document["usage"]["reasoning"]["grounding"] == in_characters(golden)
         assert document["token_ids"] == expected_ids
     assert document["usage"]["output_tokens"] == len(document["token_ids"])
 
