@@ -9,6 +9,7 @@ alone. A question without a picture starts with BOS, counts from 0 and does not 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ from photon_backend.tiny.spelling import NONE, Encoder, Spelling
 SEED_STRIDE = 1 << 40  # scenes of training seed s are s * SEED_STRIDE + 0, 1, 2, ...
 PADDING_SEGMENT = 255
 TEXT_SLOTS = 5  # letters of the longest printed text
+ALIGNMENT = 64  # bytes; of each array in a packed batch
+Layout = dict[str, tuple[str, tuple[int, ...], int]]  # name: dtype, shape, first byte
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 
 
@@ -42,13 +45,38 @@ class Batches(Dataset):
     def __len__(self) -> int:
         return self.num_batches
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
+    def __getitem__(self, index: int) -> tuple[Tensor, Layout]:
         if index >= self.num_batches:
             raise IndexError(index)
         if self.encoder is None:
             self.encoder = Encoder(load_config(self.checkpoint), TextTokenizer(self.checkpoint / "tokenizer.json"))
         first = self.seed * SEED_STRIDE + index * self.pictures
-        return make_batch(self.encoder, range(first, first + self.pictures), self.question_len)
+        return pack(make_batch(self.encoder, range(first, first + self.pictures), self.question_len))
+
+
+def pack(batch: dict[str, np.ndarray]) -> tuple[Tensor, Layout]:
+    """All arrays in one buffer, uint8 [bytes]: every tensor that crosses from a worker costs the trainer half a
+    millisecond, whatever its size."""
+    layout: Layout = {}
+    used = 0
+    for name, array in batch.items():
+        layout[name] = (str(array.dtype), array.shape, used)
+        used += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    buffer = np.zeros(used, np.uint8)
+    for name, array in batch.items():
+        start = layout[name][2]
+        buffer[start : start + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    return torch.from_numpy(buffer), layout
+
+
+def unpack(buffer: Tensor, layout: Layout) -> dict[str, Tensor]:
+    """The arrays as views of the buffer, on its device."""
+    batch = {}
+    for name, (dtype_name, shape, start) in layout.items():
+        dtype = getattr(torch, dtype_name)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        batch[name] = buffer[start : start + num_bytes].view(dtype).view(shape)
+    return batch
 
 
 def tilings_of(max_crops: int) -> list[tuple[int, int]]:
@@ -56,8 +84,8 @@ def tilings_of(max_crops: int) -> list[tuple[int, int]]:
     return [(r, c) for r in range(1, max_crops + 1) for c in range(1, max_crops // r + 1)]
 
 
-def make_batch(encoder: Encoder, scene_seeds: Sequence[int], question_len: int) -> dict[str, Tensor]:
-    """One batch as tensors; variable-length lists of targets are flat, with their places in the [B, Q] arrays.
+def make_batch(encoder: Encoder, scene_seeds: Sequence[int], question_len: int) -> dict[str, np.ndarray]:
+    """One batch; variable-length lists of targets are flat, with their places in the [B, Q] arrays.
 
     globals uint8 [B, side, side, 3], tiles uint8 [tiles, side, side, 3], tile_picture and tile_kind int64 [tiles] (the
     second counts the tiles of all tilings of `tilings_of` through); ids, positions int64 and segments uint8 [B, Q],
@@ -76,7 +104,7 @@ def make_batch(encoder: Encoder, scene_seeds: Sequence[int], question_len: int) 
     batch = _with_places(arrays)
     batch |= {f"cell_{name}": np.stack([cell[name] for cell in cells]) for name in cells[0]}
     batch |= _tiles(encoder.config, crops, tilings)
-    return {name: torch.from_numpy(array) for name, array in batch.items()}
+    return batch
 
 
 def _row(encoder: Encoder, scene: Scene, question_len: int) -> dict[str, np.ndarray]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 from photon_backend.tiny.scenes import Item, Printed, Scene
@@ -70,6 +71,8 @@ def background(scene: Scene) -> str:
 
 def is_true(text: str, scene: Scene, length: str) -> bool:
     """Whether a caption says all that it should and nothing else: in any order, near a border any position."""
+    if length == "short":
+        return _counted(_parts(text)) == _counted(_parts(caption(scene, length)))
     said = _parts(text)
     for part in _parts(caption(scene, length)):
         allowed = [part, *_nearby(part, scene)]
@@ -82,6 +85,18 @@ def is_true(text: str, scene: Scene, length: str) -> bool:
 
 def _parts(text: str) -> list[str]:
     return [part[0].lower() + part[1:] for part in re.split(r", | and |: |\. |\.$", text) if part]
+
+
+def _counted(parts: list[str]) -> Counter[str]:
+    """How many of each: "a red star and a red star" says the same as "two red stars"."""
+    counts: Counter[str] = Counter()
+    for part in parts:
+        number, _, noun = part.partition(" ")
+        if number in NUMBERS[2:]:
+            counts[noun] += NUMBERS.index(number)
+        else:
+            counts[plural(noun)] += 1
+    return counts
 
 
 def _nearby(part: str, scene: Scene) -> Iterator[str]:

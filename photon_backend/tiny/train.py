@@ -1,4 +1,4 @@
-"""Trains the bundled model: `python -m photon_backend.tiny.train --seed 0 --steps N --out DIR`.
+"""Trains the bundled model: `python -m photon_backend.tiny.train --seed 0 --out DIR`.
 
 Everything is learned from scenes drawn on the fly; no picture is seen twice. The checkpoint written is the model in
 float16 (half the bytes of float32, and more digits than bfloat16; the weights are small enough for its range).
@@ -10,6 +10,7 @@ import argparse
 import json
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,14 +24,25 @@ from photon_backend.model.config import load_config
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.region import Region
 from photon_backend.model.vision import Vision
-from photon_backend.model.weights import random_model, save_checkpoint
-from photon_backend.tiny.batches import LETTERS, TEXT_SLOTS, Batches, tilings_of
+from photon_backend.model.weights import load_model, random_model, save_checkpoint
+from photon_backend.tiny.batches import LETTERS, TEXT_SLOTS, Batches, tilings_of, unpack
 from photon_backend.tiny.scenes import COLORS, KINDS, SIZES
 from photon_backend.tiny.spelling import NONE
 
-PICTURES = 128  # of a batch
+
+@dataclass(frozen=True)
+class Stage:
+    """One schedule: warm-up, then a cosine down to almost nothing. The next stage starts afresh from its weights."""
+
+    steps: int
+    pictures: int  # of a batch
+    rate: float  # peak learning rate
+
+
+STAGES = (Stage(5800, 128, 2e-3), Stage(3870, 256, 2e-3))
+STAGE_SEEDS = 1000  # between the seeds of two stages
 QUESTION_LEN = 255  # with the prefix of 145 a multiple of 16
-PEAK_RATE, WARMUP, WEIGHT_DECAY, MAX_NORM = 1.5e-3, 400, 0.05, 1.0
+WARMUP, WEIGHT_DECAY, MAX_NORM = 400, 0.05, 1.0
 BIN_SPREAD = 1.0  # standard deviation, in bins, of the target around the true value
 COORD_WEIGHT, SIZE_WEIGHT, CELL_WEIGHT = 0.5, 0.3, 0.5
 
@@ -154,11 +166,13 @@ class Optimizer:
     """AdamW on float32 copies of the bfloat16 weights that forward and backward use."""
 
     def __init__(self, modules: list[nn.Module], peak: float) -> None:
-        parameters: list[Tensor] = [p for module in modules for p in module.parameters()]
-        self.masters = [p.detach().clone() for p in parameters]
+        self.parameters: list[Tensor] = [p for module in modules for p in module.parameters() if p.requires_grad]
+        self.masters = [p.detach().clone() for p in self.parameters]
         for module in modules:
             module.bfloat16()
-        self.parameters = parameters
+        self.gradients = [torch.zeros_like(master) for master in self.masters]
+        for master, gradient in zip(self.masters, self.gradients, strict=True):
+            master.grad = gradient
         matrices = [master for master in self.masters if master.dim() >= 2]
         vectors = [master for master in self.masters if master.dim() < 2]
         groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
@@ -166,8 +180,8 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, rate: float) -> None:
-        for master, parameter in zip(self.masters, self.parameters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
+        torch._foreach_copy_(self.gradients, [p.grad for p in self.parameters if p.grad is not None])
+        for parameter in self.parameters:
             parameter.grad = None
         nn.utils.clip_grad_norm_(self.masters, MAX_NORM)
         for group in self.adam.param_groups:
@@ -175,7 +189,6 @@ class Optimizer:
         self.adam.step()
         torch._foreach_copy_(self.parameters, self.masters)
 
-    @torch.no_grad()
     def restore(self) -> None:
         """Gives the modules their float32 weights."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
@@ -189,26 +202,27 @@ def fix_frequencies(region: Region) -> None:
         frequencies.copy_(frequencies.bfloat16())
 
 
-def train(args: argparse.Namespace) -> Moondream:
-    device = torch.device(args.device)
-    torch.manual_seed(args.seed)
-    config = load_config(args.checkpoint)
-    model = random_model(config, device, torch.float32, args.seed)
+def train(model: Moondream, stage: Stage, seed: int, args: argparse.Namespace) -> Moondream:
+    """One stage. `seed` numbers its scenes. The model is float32 before and after."""
+    torch.manual_seed(seed)
+    device = model.text.wte.device
     fix_frequencies(model.region)
-    heads = CellHeads(config.text.dim).to(device)
+    heads = CellHeads(model.config.text.dim).to(device)
     matrices = stitching(model.vision).to(device)
-    optimizer = Optimizer([model, heads], args.rate)
-    batches = Batches(args.checkpoint, args.seed, args.pictures, QUESTION_LEN, args.steps)
+    optimizer = Optimizer([model, heads], stage.rate)
+    batches = Batches(args.checkpoint, seed, stage.pictures, QUESTION_LEN, stage.steps)
     loader = DataLoader(batches, batch_size=None, num_workers=args.workers, pin_memory=device.type == "cuda")
     started = time.perf_counter()
-    for step, batch in enumerate(loader):
-        progress = max(step / args.steps, (time.perf_counter() - started) / (60 * args.minutes))
+    for step, (buffer, layout) in enumerate(loader):
+        progress = step / stage.steps
+        if args.minutes:
+            progress = max(progress, (time.perf_counter() - started) / (60 * args.minutes))
         if progress >= 1:
             break
-        parts = losses(model, heads, matrices, {k: v.to(device, non_blocking=True) for k, v in batch.items()})
+        parts = losses(model, heads, matrices, unpack(buffer.to(device, non_blocking=True), layout))
         total(parts, progress).backward()
-        optimizer.step(rate(step, progress, args.rate))
-        if step % args.log_every == 0 or step == args.steps - 1:
+        optimizer.step(rate(step, progress, stage.rate))
+        if step % args.log_every == 0 or step == stage.steps - 1:
             report(step, progress, parts, time.perf_counter() - started)
     optimizer.restore()
     return model
@@ -224,20 +238,21 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=TINY_CHECKPOINT, help="has config.json and tokenizer.json")
     parser.add_argument("--out", type=Path, required=True, help="directory for the trained checkpoint")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=12000)
-    parser.add_argument(
-        "--minutes", type=float, default=20.0, help="shortens the schedule if the steps would take longer"
-    )
-    parser.add_argument("--pictures", type=int, default=PICTURES, help="of a batch")
-    parser.add_argument("--rate", type=float, default=PEAK_RATE)
+    parser.add_argument("--first-stage", type=int, default=0, help="above 0: starts from the weights in --checkpoint")
+    parser.add_argument("--minutes", type=float, default=0.0, help="of a stage; cuts its schedule short, 0: never")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--workers", type=int, default=15)
+    parser.add_argument("--workers", type=int, default=15, help="processes that render and ask")
     parser.add_argument("--log-every", type=int, default=200)
     args = parser.parse_args()
-    model = train(args)
-    save_checkpoint(model.half(), args.out)
-    tokenizer = (args.checkpoint / "tokenizer.json").read_bytes()
-    (args.out / "tokenizer.json").write_bytes(tokenizer)
+    if args.first_stage:
+        model = load_model(args.checkpoint, args.device, torch.float32).train().requires_grad_(True)
+    else:
+        model = random_model(load_config(args.checkpoint), args.device, torch.float32, args.seed)
+    for number in range(args.first_stage, len(STAGES)):
+        model = train(model, STAGES[number], args.seed + STAGE_SEEDS * number, args)
+        save_checkpoint(model.half(), args.out)
+        model.float()
+    (args.out / "tokenizer.json").write_bytes((args.checkpoint / "tokenizer.json").read_bytes())
 
 
 if __name__ == "__main__":
