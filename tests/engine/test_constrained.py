@@ -9,6 +9,7 @@ import json
 import os
 import random
 import re
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -202,10 +203,25 @@ def test_a_late_stream_changes_nothing(make_bench, checkpoint, alone, lag):
 
 
 def test_a_removed_wait_for_tables_is_seen(make_bench, checkpoint, monkeypatch):
-    """The proof that the test above can fail: the first step reads tables that have not landed."""
+    """The proof that the test above can fail: without the wait, a first step reads tables that have not landed.
+
+    The copy stream is held until the first step is sampled, which a correct engine would wait for in vain.
+    """
     monkeypatch.setattr(Stepper, "_wait_for_tables", lambda stepper, admissions: None)
-    bench = make_bench(debug=False, delay=lambda stream: time.sleep(0.03 * (stream == "copy")))
-    bench.engine.stepper.tables.buffer[bench.engine.stepper.tables._first :] = 0  # what a fresh buffer may hold
+    started: list[str] = []
+    sampled = threading.Event()
+
+    def delay(stream: str) -> None:
+        if stream == "copy":
+            assert sampled.wait(60)
+        else:
+            started.append(stream)
+            if len(started) == 3:  # prefill, sample, and now the next forward
+                sampled.set()
+
+    bench = make_bench(debug=False, delay=delay)
+    tables = bench.engine.stepper.tables
+    tables.buffer[tables._first :] = 1  # tables of another grammar, as it were
     batch = [constrained("r", checkpoint, 1, DEVICE[0], reasoning=False, picture="none", temperature=0.0)]
     broken = told_by(bench, batch)
     assert told_by(make_bench(), batch) != broken
