@@ -61,10 +61,10 @@ class Load:
         self.submit(batch, tokens)
         while len(self.started) < batch:
             self.engine.tick()
-        begin, before = time.perf_counter(), self.engine.status()
+        begin, before = time.perf_counter(), self.engine.snapshot()
         while self.engine.tick():
             pass
-        seconds, after = time.perf_counter() - begin, self.engine.status()
+        seconds, after = time.perf_counter() - begin, self.engine.snapshot()
         steps = after.steps - before.steps
         overlapped = after.steps_overlapped - before.steps_overlapped
         return {

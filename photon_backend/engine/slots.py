@@ -16,7 +16,7 @@ class DecodeSlot:
     hidden  dtype   [B, D]  last hidden state, before the final LN
     logits  float32 [B, V]
     ids     int64   [B]     sampled ids
-    values  float32 [B, 2]  coordinate in [:, 0], or (width, height)
+    values  float32 [B, 2]  coordinate in [:, 0], or (width, height); as wide as ids, so one buffer and one copy hold both
     mask    int32   [B, ceil(V / 32)]  legal ids of host grammars
     """
 
@@ -27,12 +27,12 @@ class DecodeSlot:
         self.loaded: list[int] = []
         self.hidden = torch.zeros(rows, config.text.dim, dtype=dtype, device=device)
         self.logits = torch.zeros(rows, config.text.vocab_size, dtype=torch.float32, device=device)
-        self.ids = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.values = torch.zeros(rows, 2, dtype=torch.float32, device=device)
+        self._results = torch.zeros(2, rows, dtype=torch.int64, device=device)
+        self.ids, self.values = _ids_and_values(self._results)
         self.mask = torch.zeros(rows, words, dtype=torch.int32, device=device)
         self.host_rows = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        self.host_ids = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
-        self.host_values = torch.zeros(rows, 2, dtype=torch.float32, pin_memory=pinned)
+        self._host_results = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
+        self.host_ids, self.host_values = _ids_and_values(self._host_results)
         self.host_mask = torch.zeros(rows, words, dtype=torch.int32, pin_memory=pinned)
 
     def load_rows(self, rows: list[int]) -> None:
@@ -47,11 +47,15 @@ class DecodeSlot:
         """Debug: a commit that reads before its copy has landed sees negative ids."""
         self.host_ids.fill_(POISONED)
 
-    def copy_out(self, number: int) -> None:
+    def copy_out(self) -> None:
         """Copies results to the mirrors; runs on the copy stream."""
-        self.host_ids[:number].copy_(self.ids[:number], non_blocking=True)
-        self.host_values[:number].copy_(self.values[:number], non_blocking=True)
+        self._host_results.copy_(self._results, non_blocking=True)
 
     def upload_mask(self, number: int) -> None:
         """Copies the legal ids of host grammars up; runs on the copy stream."""
         self.mask[:number].copy_(self.host_mask[:number], non_blocking=True)
+
+
+def _ids_and_values(results: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of int64 [2, B]: int64 [B], and float32 [B, 2] in the bytes of the second line."""
+    return results[0], results[1].view(torch.float32).view(-1, 2)

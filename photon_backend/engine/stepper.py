@@ -90,7 +90,7 @@ class Stepper:
         slot = self.slots[step.slot]
         step.done = self.compute.record()
         self.copy.wait(step.done)
-        self.copy.run(slot.copy_out, len(step.sequences))
+        self.copy.run(slot.copy_out)
         return self.copy.record()
 
     def fill_masks(self, step: Step) -> list[Sequence]:
