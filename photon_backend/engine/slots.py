@@ -16,7 +16,7 @@ class DecodeSlot:
     hidden  dtype   [B, D]  last hidden state, before the final LN
     logits  float32 [B, V]
     ids     int64   [B]     sampled ids
-    values  float32 [B, 2]  coordinate in [:, 0], or (width, height); as wide as ids, so one buffer and one copy hold both
+    values  float32 [B, 2]  coordinate in [:, 0], or (width, height); one buffer with ids, one copy
     mask    int32   [B, ceil(V / 32)]  legal ids of host grammars
     """
 
