@@ -38,6 +38,9 @@ class Settings(msgspec.Struct, frozen=True):
     prefill_tokens: int = 4096  # packed tokens of one prefill step, unless a single request needs more
     prefill_crops: int = 32  # crops of one prefill step, likewise
     beat_ms: float = 200.0  # heartbeat period
+    # a tick that takes longer ends the engine; 0: 15 s, on a CPU and 200 s more for each billion weights
+    tick_limit_s: float = 0.0
+    client_silence_s: float = 30.0  # without a word a front end counts as hung; one that ended is noticed at once
 
     max_image_bytes: int = 20 * 1024 * 1024  # encoded
     max_image_pixels: int = 50_000_000  # read from the header, before decoding

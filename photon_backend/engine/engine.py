@@ -64,6 +64,7 @@ class Engine:
         if model is None:
             dtype = getattr(torch, settings.dtype)
             model = load_model(Path(settings.checkpoint), torch.device(settings.device), dtype)
+        self.tick_limit_s = settings.tick_limit_s or _tick_limit_s(model, settings)
         pages = settings.pages or default_num_pages(model, settings)
         self.config = model.config
         self.pipeline = Pipeline()
@@ -82,7 +83,8 @@ class Engine:
         self._inbox: deque[tuple[bytes, ToEngine | Compiled | None, np.ndarray | None]] = deque()
         self._stopping = False
         self._host_s = self._waited_s = 0.0
-        self._ticks = self._deferred = 0
+        self._ticks = self._deferred = self._tick_number = 0
+        self._at_work = False
         self._next_snapshot = 0.0
         self._status = self.snapshot()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -105,6 +107,11 @@ class Engine:
         while the engine works, up to date when it rests."""
         return self._status
 
+    def pulse(self) -> int | None:
+        """The number of the tick that is running; None while the engine rightly sleeps. One that stays the same for
+        `tick_limit_s` is that of a device that hangs or a loop without end."""
+        return self._tick_number if self._at_work else None
+
     def stop(self) -> None:
         """Ends the engine thread; everything open is answered UNAVAILABLE."""
         with self._wake:
@@ -123,7 +130,10 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
+                self._tick_number += 1
+                self._at_work = True
                 if not self.tick():
+                    self._at_work = bool(self.scheduler.running)  # idle beside running rows: not our plan, so no rest
                     self._idle()
         except BaseException as error:
             log.exception("the engine stops")
@@ -269,3 +279,9 @@ class Engine:
         status.device_busy_ms = self.stepper.busy_ms
         status.device_idle_ms = self.stepper.idle_ms
         return status
+
+
+def _tick_limit_s(model: Moondream, settings: Settings) -> float:
+    """Far above the longest step: on a CPU a prefill of many crops through a large model takes minutes."""
+    billions = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    return 15.0 + (200.0 * billions if settings.device == "cpu" else 0.0)

@@ -3,12 +3,18 @@
 The engine runs on its own thread. The main thread is the I/O thread: it owns the ROUTER socket, hands what clients send
 to the engine, and sends what the engine emits, everything for one client that has piled up in one message. A client is
 a ZeroMQ identity: one connection of a front end or a supervisor. A client that says something that cannot be read, or
-nothing for `CLIENT_SILENCE_S`, is dropped with its requests; no other one notices.
+nothing for `client_silence_s`, is dropped with its requests; no other one notices. One whose process ended is dropped
+at the next heartbeat, which cannot be sent.
+
+The I/O thread also watches the engine thread: when one tick takes longer than `tick_limit_s`, the device hangs or a
+loop has no end. Nothing on that thread can be answered or cleaned up any more, so the process prints where every thread
+is and ends; the front ends see the connection break and answer what was open, the supervisor starts a new process.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
 import signal
@@ -24,14 +30,13 @@ import zmq
 
 from photon_backend.config import Settings, read_settings
 from photon_backend.engine.engine import Engine
-from photon_backend.engine.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_UNUSABLE
+from photon_backend.engine.exit_codes import EXIT_FAILED, EXIT_STOPPED, EXIT_STUCK, EXIT_UNUSABLE
 from photon_backend.log import set_up_logging
 from photon_backend.model.config import VisionConfig, load_config
 from photon_backend.model.weights import CheckpointError
 from photon_backend.processes import end_with_parent
 from photon_backend.protocol import Beat, FromEngine, Hello, Picture, decode_to_engine, encode
 
-CLIENT_SILENCE_S = 5.0
 MESSAGES_PER_TURN = 256  # read before what the engine emitted is sent
 
 log = logging.getLogger("photon.engine")
@@ -47,11 +52,14 @@ class EngineServer:
     def __init__(self, settings: Settings, index: int) -> None:
         self._vision: VisionConfig = load_config(Path(settings.checkpoint)).vision
         self._beat_s = settings.beat_ms / 1000
+        self._client_silence_s = settings.client_silence_s
         self._clients: dict[bytes, float] = {}  # to the time it was last heard
         self._outbox: deque[tuple[bytes, list[FromEngine]]] = deque()
         self._stopping = False
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._engine = Engine(settings, self._emit)
+        self._pulse: int | None = None  # of the engine thread, at the last heartbeat
+        self._beats_at_pulse = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.set_hwm(0)  # what may pile up is bounded by max_waiting, rows and max_tokens
@@ -63,7 +71,7 @@ class EngineServer:
         os.eventfd_write(self._wake_fd, 1)
 
     def run(self) -> int:
-        """Serves until `stop` or until the engine fails. Returns the exit status."""
+        """Serves until `stop`, or until the engine fails or is stuck. Returns the exit status."""
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -78,6 +86,9 @@ class EngineServer:
             now = time.monotonic()
             if now >= next_beat:
                 next_beat = now + self._beat_s
+                if self._stuck():
+                    log.error("the engine thread is stuck in one tick for %.0f s", self._engine.tick_limit_s)
+                    return EXIT_STUCK
                 self._drop_silent(now)
                 self._beat(list(self._clients))
         self._engine.stop()
@@ -89,6 +100,13 @@ class EngineServer:
         """Called on the engine thread."""
         self._outbox.append((client, messages))
         os.eventfd_write(self._wake_fd, 1)
+
+    def _stuck(self) -> bool:
+        """Counts heartbeats and not seconds: a process that did not run itself has not waited."""
+        pulse = self._engine.pulse()
+        self._beats_at_pulse = self._beats_at_pulse + 1 if pulse == self._pulse else 0
+        self._pulse = pulse
+        return pulse is not None and self._beats_at_pulse * self._beat_s > self._engine.tick_limit_s
 
     # in
 
@@ -153,8 +171,8 @@ class EngineServer:
             self._drop(client)
 
     def _drop_silent(self, now: float) -> None:
-        for client in [client for client, heard in self._clients.items() if now - heard > CLIENT_SILENCE_S]:
-            log.warning("client %s has been silent for %.0f s and is dropped", client.hex(), CLIENT_SILENCE_S)
+        for client in [client for client, heard in self._clients.items() if now - heard > self._client_silence_s]:
+            log.warning("client %s has been silent for %.0f s and is dropped", client.hex(), self._client_silence_s)
             self._drop(client)
 
     def _drop(self, client: bytes) -> None:
@@ -181,7 +199,11 @@ def main() -> int:
         print(f"engine-{options.index}: {error}", file=sys.stderr, flush=True)
         return EXIT_UNUSABLE
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
-    return server.run()
+    status = server.run()
+    if status == EXIT_STUCK:
+        faulthandler.dump_traceback()
+        os._exit(status)  # an orderly end would wait for the thread or the device that hangs
+    return status
 
 
 def _for_index(settings: Settings, index: int) -> Settings:

@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from photon_backend.config import Settings
 from photon_backend.protocol import Beat, FromEngine, Hello, Status, ToEngine, decode_from_engine, encode
 
-SILENCE_S = 3.0  # without a heartbeat an engine counts as dead
+SILENCE_S = 4.0  # without a heartbeat an engine counts as dead; room for a machine with more to do than cores
 HELLO_S = 1.0  # how often the engine hears that we are alive
 
 

@@ -140,14 +140,19 @@ def test_malformed_message_costs_its_sender_only(peer: Peer, bystander: Peer, na
     wait_until(lambda: bystander.now().running == 1, 5, "the sender's request is cancelled")
 
 
-def test_client_that_falls_silent_is_dropped(run_dir: Path, bystander: Peer) -> None:
+def test_client_that_falls_silent_is_dropped(checkpoint: Path, tmp_path: Path) -> None:
     """Its connection stays open, as that of a process that hangs would."""
-    silent = Peer(f"ipc://{run_dir}/engine-0.sock")
+    process = start(checkpoint, tmp_path, PHOTON_CLIENT_SILENCE_S="1")
+    wait_until(lambda: (tmp_path / "engine-0.sock").exists(), 60, "the engine listens")
+    silent, other = (Peer(f"ipc://{tmp_path}/engine-0.sock") for _ in range(2))
     silent.send(Submit("a", "detect", [0, 1, 12, 2, 41, 3], digest=b"s" * 16))  # waits for its picture for ever
     silent.receive(NeedPicture)
-    assert bystander.now().waiting == 1
-    wait_until(lambda: bystander.now().waiting == 0, 30, "dropped")
+    assert other.now().waiting == 1
+    wait_until(lambda: other.now().waiting == 0, 10, "dropped")
     silent.socket.close(linger=0)
+    other.socket.close(linger=0)
+    process.terminate()
+    assert process.wait(10) == EXIT_STOPPED
 
 
 def test_client_that_is_gone_is_dropped(run_dir: Path, bystander: Peer) -> None:
