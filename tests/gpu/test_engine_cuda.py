@@ -91,3 +91,45 @@ def test_pages_by_memory(checkpoint):
         bench.submit(*request("r", checkpoint, 1))
         assert bench.drain()["r"].end is not None
         assert bench.engine.pool.num_pages >= 4 * 128
+
+
+def test_nothing_in_a_tick_waits_for_the_device_unasked(checkpoint, on_cpu):
+    """torch raises at any call that waits, but for the events that the commit waits for; such a step ends INTERNAL."""
+    with bench_on(checkpoint, "cuda", debug=False) as bench:
+        for i in range(NUMBER):
+            bench.submit(*request(f"r{i}", checkpoint, i))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            told = {key: answer.told for key, answer in bench.drain().items()}
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert told == on_cpu
+
+
+@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 9])
+def test_graphs_change_nothing(checkpoint, number):
+    """Around every bucket's edge, in bfloat16 through the kernels: the very tokens of the same code without graphs."""
+    told = []
+    for graphs in (True, False):
+        with bench_on(checkpoint, "cuda", dtype="bfloat16", debug=False, rows=9, graphs=graphs) as bench:
+            for i in range(number):
+                bench.submit(*request(f"r{i}", checkpoint, i, max_tokens=24))
+            told.append({key: answer.told for key, answer in bench.drain().items()})
+    assert told[0] == told[1]
+
+
+def test_kernels_agree_with_torch_over_a_whole_step(checkpoint):
+    """Logits of one decode step after the same prefill, bfloat16: as far apart as two roundings of it."""
+    logits = []
+    for kernels, dtype in ((True, "bfloat16"), (False, "bfloat16"), (False, "float32")):
+        with bench_on(checkpoint, "cuda", dtype=dtype, debug=False, kernels=kernels, graphs=False) as bench:
+            for i in range(5):
+                bench.submit(*request(f"r{i}", checkpoint, i, task="query", max_tokens=8, temperature=0.0))
+            for _ in range(3):
+                bench.tick()
+            torch.cuda.synchronize()
+            logits.append(bench.engine.stepper.slots[0].logits[:5].float().cpu())
+            bench.drain()
+    fused, plain, exact = logits
+    far = (plain - exact).norm() / exact.norm()
+    assert (fused - exact).norm() / exact.norm() < 1.5 * far + 1e-3
