@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
 
-.PHONY: env demo serve test lint bench load clean
+.PHONY: env demo serve test lint bench load soak clean
 
 env: $(VENV)/.ready
 
@@ -25,8 +25,13 @@ demo: env
 serve: env
 	$(PY) -m photon_backend.serve
 
+# table and plot in out/; LOAD_SECONDS= of each row, LOAD= any option of benchmarks.load
 load: env
-	$(PY) -m benchmarks.load
+	$(PY) -m benchmarks.load --seconds $(or $(LOAD_SECONDS),4) $(LOAD)
+
+# hours on a CPU with the default of 20,000 requests
+soak: env
+	$(PY) -m benchmarks.soak --requests $(or $(SOAK_REQUESTS),20000) $(SOAK)
 
 # ratios of one run are what counts on a shared CPU; DEVICE=cuda on a GPU
 bench: env

@@ -1,0 +1,76 @@
+"""Triton's own load generator, perf_analyzer, against the real server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.traffic import Ask, quantiles
+from photon_backend import layout
+
+LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
+DOORS = {
+    "gRPC stream": ("photon", "grpc"),
+    "HTTP unary": ("photon_unary", "http"),
+    "gRPC unary": ("photon_unary", "grpc"),
+}
+TIMEOUT_S = 300
+
+
+def perf_analyzer(
+    door: str, url: str, asks: list[Ask], pictures: list[bytes], concurrency: int, requests: int, directory: Path
+) -> dict[str, Any]:
+    """One row: `requests` of them, `concurrency` at a time. It counts whole answers and looks into none of them.
+
+    Raises RuntimeError with what it printed.
+    """
+    model, protocol = DOORS[door]
+    data, export = directory / "data.json", directory / "export.json"
+    data.write_text(json.dumps({"data": [_step(ask, pictures, stream=model == "photon") for ask in asks]}))
+    export.unlink(missing_ok=True)
+    command = [str(Path(sys.executable).parent / "perf_analyzer"), "-m", model, "-u", url, "-i", protocol]
+    command += ["--streaming", "--async"] if model == "photon" else []
+    command += ["--input-data", str(data), "--profile-export-file", str(export)]
+    command += ["--concurrency-range", str(concurrency), "--request-count", str(max(requests, concurrency))]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(_libraries(directory))}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    if done.returncode or not export.exists():
+        raise RuntimeError(f"perf_analyzer failed: {(done.stderr or done.stdout).strip()[-800:]}")
+    (experiment,) = json.loads(export.read_text())["experiments"]
+    return {"generator": "perf_analyzer", "door": door, "loop": "closed", "load": concurrency} | _measure(
+        experiment["requests"], streamed=model == "photon"
+    )
+
+
+def _measure(requests: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
+    """From its time stamps: the rate that it prints itself counts the time until it looked, whole seconds."""
+    asked = [(request["timestamp"], request["response_timestamps"]) for request in requests]
+    seconds = (max(replies[-1] for _, replies in asked) - min(sent for sent, _ in asked)) / 1e9
+    return {
+        "requests": len(asked),
+        "requests_per_s": len(asked) / seconds,
+        "first_ms": quantiles([(replies[0] - sent) / 1e9 for sent, replies in asked]) if streamed else [],
+        "whole_ms": quantiles([(replies[-1] - sent) / 1e9 for sent, replies in asked]),
+    }
+
+
+def _step(ask: Ask, pictures: list[bytes], stream: bool) -> dict[str, Any]:
+    options = {"sampling_parameters": [json.dumps(ask.options)]}
+    image = base64.b64encode(pictures[ask.picture]).decode()
+    text = {} if ask.text is None else {"text_input": [ask.text]}
+    return {"task": [ask.task], "image": [image], **text, **options, **({"stream": [True]} if stream else {})}
+
+
+def _libraries(directory: Path) -> Path:
+    """perf_analyzer needs two libraries that the wheel of tritonserver brings under other names."""
+    libraries = directory / "lib"
+    libraries.mkdir(exist_ok=True)
+    for name, pattern in LIBRARIES.items():
+        if not (libraries / name).is_symlink():
+            (libraries / name).symlink_to(next(layout.triton_libraries().glob(pattern)))
+    return libraries
