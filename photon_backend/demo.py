@@ -65,7 +65,7 @@ def richest_picture() -> Path:
 
     def riches(picture: Path) -> tuple[bool, int]:
         document = json.loads(picture.with_suffix(".json").read_text())
-        return document["printed"] is not None, len(document["items"])
+        return document["text"] is not None, len(document["objects"])
 
     pictures = sorted(PICTURES.glob("*.png"))
     if not pictures:
@@ -74,19 +74,15 @@ def richest_picture() -> Path:
 
 
 def read_truth(picture: Path) -> Truth:
-    """The questions that one can ask about a picture, from the JSON file beside it. Raises OSError."""
+    """Questions with answers, and the kind of object that is there most often, from the JSON file beside a picture.
+
+    Raises OSError.
+    """
     document = json.loads(picture.with_suffix(".json").read_text())
-    items, printed = document["items"], document["printed"]
-    kinds = Counter(item["kind"] for item in items)
-    name, number = kinds.most_common(1)[0]
-    questions = [(f"How many {name}s are there?", str(number)), ("How many objects are there?", str(len(items)))]
-    for item in items:
-        if kinds[item["kind"]] == 1:
-            questions.append((f"What color is the {item['kind']}?", item["color"]))
-            questions.append((f"Is there a {item['kind']} in the picture?", "yes"))
-    questions.append(("Is there any text?", "yes" if printed else "no"))
-    questions.append(("What is written in the picture?", printed["text"] if printed else "no text"))
-    return Truth(name, [tuple(item["box"]) for item in items if item["kind"] == name], questions)
+    objects = document["objects"]
+    (name, _), *_ = Counter(thing["kind"] for thing in objects).most_common(1)
+    boxes = [tuple(thing["box"]) for thing in objects if thing["kind"] == name]
+    return Truth(name, boxes, [(query["question"], query["answer"]) for query in document["queries"]])
 
 
 class Demo:
