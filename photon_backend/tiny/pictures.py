@@ -129,7 +129,7 @@ def build(layout: Layout) -> Scene:
     rng = random.Random(layout.name)
     canvas = paint.background(rng, width, height, tone, style)
     owner = np.zeros((height, width), np.int8)
-    placed = []
+    placed: list[tuple[Item, int]] = []
     for kind, color, item_width, x, y in layout.items:
         mask = paint.shape_mask(kind, item_width)
         box = _paint(canvas, owner, mask, (x, y), paint.ANCHORS[color][0], len(placed) + 1)
