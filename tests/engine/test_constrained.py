@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import random
 import re
 import threading
@@ -364,7 +365,7 @@ def test_one_that_compiles_holds_up_nobody(make_bench, checkpoint, monkeypatch):
     assert isinstance(drain(bench)["slow"].end, Done)
 
 
-def test_more_grammars_than_room_are_evicted_or_fall_back(make_bench, checkpoint):
+def test_more_grammars_than_room_are_evicted_or_fall_back(make_bench, checkpoint, monkeypatch):
     """One after another they take each other's room, while another row runs; all at once, those without room take a
     matcher, and are counted."""
     bench = make_bench(rows=6)
@@ -382,9 +383,14 @@ def test_more_grammars_than_room_are_evicted_or_fall_back(make_bench, checkpoint
     assert len(tables._blocks) < len(specs) and engine.constraints.num_device == len(specs)
     for submit, name in at_once:
         bench.submit(submit, name)
+    compiled: queue.SimpleQueue = queue.SimpleQueue()
+    deliver = engine.constraints._deliver
+    monkeypatch.setattr(engine.constraints, "_deliver", compiled.put)
     bench.tick()
-    while len(engine._inbox) < len(specs):
-        time.sleep(0.001)  # all are compiled before one is placed
+    held = [compiled.get(timeout=60) for _ in specs]  # all are compiled before one is placed
+    monkeypatch.setattr(engine.constraints, "_deliver", deliver)
+    for one in held:
+        deliver(one)
     drain(bench)
     assert assert_kept(bench, one_by_one + at_once)["stop"] > 30
     status = engine._snapshot()
