@@ -393,7 +393,7 @@ def test_more_grammars_than_room_are_evicted_or_fall_back(make_bench, checkpoint
         deliver(one)
     drain(bench)
     assert assert_kept(bench, one_by_one + at_once)["stop"] > 30
-    status = engine._snapshot()
+    status = engine.status()
     assert status.constrained_device + status.constrained_host == 2 * len(specs)
     assert 0 < status.constrained_fallback == status.constrained_host < len(specs)
     assert_baseline(bench)
