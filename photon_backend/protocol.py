@@ -40,6 +40,11 @@ class PhotonError(Exception):
         self.message = message
 
 
+def unavailable(reason: str, retry_s: int) -> PhotonError:
+    """`[UNAVAILABLE] reason; retry after n s`: the hint is a guess that a client may take by machine or by eye."""
+    return PhotonError("UNAVAILABLE", f"{reason}; retry after {retry_s} s")
+
+
 class Sampling(msgspec.Struct, frozen=True):
     """How text tokens are drawn. Spatial values are always greedy."""
 

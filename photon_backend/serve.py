@@ -1,5 +1,8 @@
 """Launcher: `python -m photon_backend.serve` runs Triton with the three models until SIGTERM or SIGINT.
 
+The first signal drains (draining.py): new requests are refused with UNAVAILABLE, running ones finish within
+`--drain-seconds`, then everything ends. A second one ends it at once.
+
 Process tree, each tied to the one above it by the kernel (`processes.end_with_parent`), so that nothing outlives a
 killed launcher:
 
@@ -24,14 +27,15 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from photon_backend import alive, layout
+from photon_backend import alive, draining, layout
 from photon_backend.config import TINY_CHECKPOINT
 from photon_backend.layout import LaunchError, Layout
 
-EXIT_SECONDS = 5  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
+EXIT_SECONDS = 8  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
 NOISE = (b"CudaDriverHelper has not been initialized", b"Signal (15) received")  # no GPU; our own SIGTERM
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is never behind a proxy
 LOG_LEVELS = ("error", "warning", "info", "verbose")
+_hurry = threading.Event()  # set by the second signal
 
 
 class Server:
@@ -94,6 +98,17 @@ class Server:
                 raise LaunchError(f"The model photon was not ready within {timeout_s:.0f} s.")
             time.sleep(0.05)
 
+    def drain(self, timeout_s: float, hurry: threading.Event) -> None:
+        """Refuses new requests and waits until none is open, until `timeout_s`, or until `hurry` is set."""
+        if timeout_s <= 0 or self.problem() is not None:
+            return
+
+        def given_up() -> bool:
+            return hurry.is_set() or self.problem() is not None
+
+        if not draining.drain(self.layout.run_dir, self.layout.engines, timeout_s, given_up):
+            print("photon: not all requests could be finished; the rest is answered UNAVAILABLE.", file=sys.stderr)
+
     def stop(self) -> None:
         """SIGTERM, then SIGKILL; returns when tritonserver, its stubs and the engine are gone. May be called twice."""
         if self.process.poll() is None:
@@ -124,13 +139,14 @@ def start_server(
     log_level: str = "warning",
     log: Path | None = None,
     wait: bool = True,
+    drain_s: float = 0.0,
     settings: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """A real server for the length of the `with` block.
 
     Must be entered from a thread that lives as long as the server. `ports` are HTTP, gRPC and metrics; 0 takes a free
-    one. `log` is a file for everything the processes print, default the terminal. `settings` are more `PHOTON_*`
-    variables (with their prefix). Raises LaunchError.
+    one. `log` is a file for everything the processes print, default the terminal. At the end open requests have
+    `drain_s` seconds. `settings` are more `PHOTON_*` variables (with their prefix). Raises LaunchError.
     """
     taken = dict(zip(PORTS, (port or layout.free_port(host) for port in ports), strict=True))
     stubs = front_ends + layout.unary_front_ends(front_ends) + engines
@@ -152,6 +168,7 @@ def start_server(
         process = _start_triton(private, host, taken, log_level, environment, output)
         server = Server(private, process, host, taken)
         stack.callback(server.stop)
+        stack.callback(server.drain, drain_s, _hurry)
         if wait:
             server.wait_ready()
         yield server
@@ -237,6 +254,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     option("http-port", 8000, "port of HTTP")
     option("grpc-port", 8001, "port of gRPC")
     option("metrics-port", 8002, "port of the metrics")
+    option("drain-seconds", 20.0, "for open requests after SIGTERM")
     option("log-level", "warning", "what is printed", choices=LOG_LEVELS)
     return parser.parse_args(arguments)
 
@@ -256,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
             host=options.host,
             ports=(options.http_port, options.grpc_port, options.metrics_port),
             log_level=options.log_level,
+            drain_s=options.drain_seconds,
         ) as server:
             urls = f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}"
             what = f"{Path(options.checkpoint).name} on {options.device}"
@@ -271,9 +290,9 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """The first signal ends the `with` block above in order; while it does, more signals change nothing."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The first signal ends the `with` block above in order; while it does, a second one ends the draining."""
+    signal.signal(signal.SIGTERM, lambda *_: _hurry.set())
+    signal.signal(signal.SIGINT, lambda *_: _hurry.set())
     sys.exit(0)
 
 

@@ -35,7 +35,7 @@ FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
 GOOD_SERVICE_S = 60.0  # of an engine that then fails: counts as a first failure
 MAX_FAILURES = 8
 MAX_LOAD_FAILURES = 3  # of the front-end models, in a row
-STOP_S = 3.0  # between SIGTERM and SIGKILL
+STOP_S = 6.0  # between SIGTERM and SIGKILL; below Triton's own exit time-out
 LAST_WORDS_S = 0.5  # of an engine whose connection broke, to end by itself and say how
 TURN_MS = 100
 

@@ -38,6 +38,7 @@ from photon_backend.protocol import (
     ToEngine,
     Tokens,
     Usage,
+    unavailable,
 )
 
 log = logging.getLogger("photon.engine")
@@ -117,7 +118,7 @@ class Book:
 
     def _admissible(self, client: bytes, request: Submit, now: float) -> Sequence:
         if len(self._scheduler.waiting) >= self._max_waiting:
-            raise PhotonError("UNAVAILABLE", f"{self._max_waiting} requests are waiting already; try again later")
+            raise unavailable(f"{self._max_waiting} requests are waiting already", 1)
         sequence = sequence_of(client, request, self._config, now)
         pages, size = self._scheduler.pages_of(sequence), self._scheduler.settings.page_size
         if pages > self._scheduler.pool.num_pages:

@@ -37,7 +37,7 @@ from photon_backend.engine.stepper import Stepper, default_num_pages
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
-from photon_backend.protocol import FromEngine, Status, ToEngine
+from photon_backend.protocol import FromEngine, Status, ToEngine, unavailable
 
 log = logging.getLogger("photon.engine")
 
@@ -245,8 +245,8 @@ class Engine:
     def _finish(self) -> None:
         self._intake()
         reason = "it failed" if self.failure else "it is shutting down"
-        message = f"the engine ended before the answer was complete: {reason}; try again"
-        self.book.fail_all("UNAVAILABLE", message, time.monotonic())
+        error = unavailable(f"the engine ended before the answer was complete: {reason}", 5)
+        self.book.fail_all(error.code, error.message, time.monotonic())
         self._flush()
         self._status = self.snapshot()
         self.constraints.close()

@@ -28,17 +28,29 @@ import zmq
 
 from photon_backend.alive import Sign
 from photon_backend.config import Settings, read_settings
+from photon_backend.draining import marked
 from photon_backend.frontend.link import EnginePeer, Link
 from photon_backend.frontend.session import FrontEnd, Response, Session
 from photon_backend.frontend.tensors import error_response, read_request, triton_response
 from photon_backend.log import set_up_logging
-from photon_backend.protocol import Cancel, Done, Failed, FromEngine, NeedPicture, PhotonError, Picture, Tokens
+from photon_backend.protocol import (
+    Cancel,
+    Done,
+    Failed,
+    FromEngine,
+    NeedPicture,
+    PhotonError,
+    Picture,
+    Tokens,
+    unavailable,
+)
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 CANCEL_POLL_MS = 50  # how often open requests are asked whether their client has left
 CANCEL_POLL_MAX = 64  # of them at a time: one question costs 15 to 45 us
 IDLE_MS = 500  # the longest sleep of the owner
 WAITING_PICTURES = 8  # pictures of the largest size that may wait in a front end before it refuses more
+STOPPING = "the server is stopping"
 FIRST_BEAT_S = 5.0  # how long loading waits for an engine, so that a loaded model answers
 
 log = logging.getLogger("photon.frontend")
@@ -104,7 +116,7 @@ class Handler:
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
                 time.sleep(CANCEL_POLL_MS / 1000)  # a fault that stays must not take a whole core
         self._refuse_inbox()
-        self._fail_all(PhotonError("UNAVAILABLE", "The server is stopping."))
+        self._fail_all(unavailable(STOPPING, 5))
         self._link.close()
 
     def _turn(self) -> None:
@@ -120,7 +132,7 @@ class Handler:
         for peer in self._link.tend():
             level = logging.WARNING if peer.load else logging.INFO
             log.log(level, "engine %d is gone with %d requests", peer.index, peer.load)
-            self._fail_all(PhotonError("UNAVAILABLE", "The engine went away; it is being restarted, try again."), peer)
+            self._fail_all(unavailable("the engine went away and is being restarted", 5), peer)
         if any(peer.up for peer in self._link.peers):
             self._connected.set()
         self._poll_cancelled()
@@ -138,7 +150,7 @@ class Handler:
             session = self._front_end.open(raw, request_id)
             peer = self._link.choose(session.submit.digest)
             if peer is None:
-                raise PhotonError("UNAVAILABLE", "No engine is running at the moment; try again.")
+                raise unavailable("no engine is running at the moment", 5)
             peer.send([session.submit])
         except Exception as error:
             sender.send(error_response(_as_photon_error(error, "a request could not be started")), flags=FINAL)
@@ -148,15 +160,15 @@ class Handler:
         self._open[request_id] = _Open(sender, session, peer, size)
 
     def _admit_request(self) -> None:
+        if marked(self._settings.run_dir):
+            raise unavailable(STOPPING, 5)
         if len(self._open) >= self._settings.max_open_requests:
-            raise PhotonError("UNAVAILABLE", f"This front end already has {len(self._open)} requests; try again later.")
+            raise unavailable(f"this front end already has {len(self._open)} requests", 1)
 
     def _admit_image(self, image_bytes: int) -> None:
         limit = WAITING_PICTURES * self._settings.max_image_bytes
         if self._image_bytes and self._image_bytes + image_bytes > limit:
-            raise PhotonError(
-                "UNAVAILABLE", f"Pictures of {self._image_bytes} bytes are waiting here; try again later."
-            )
+            raise unavailable(f"pictures of {self._image_bytes} bytes are waiting in this front end", 1)
 
     def _send_picture(self, request_id: str, future: Future[tuple[tuple[int, int], np.ndarray]]) -> None:
         request = self._open.get(request_id)
@@ -252,7 +264,7 @@ class Handler:
     def _refuse_inbox(self) -> None:
         while self._inbox:
             _, sender = self._inbox.popleft()
-            sender.send(error_response(PhotonError("UNAVAILABLE", "The server is stopping.")), flags=FINAL)
+            sender.send(error_response(unavailable(STOPPING, 5)), flags=FINAL)
 
     def _poll_cancelled(self) -> None:
         """Asks some of the open requests, in turn, whether their client has left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import doors
@@ -72,6 +74,49 @@ def test_sigterm_leaves_nothing(launcher: subprocess.Popen[str]) -> None:
     assert [process for process in processes if alive(process)] == []
 
 
+def test_sigterm_drains(launcher: subprocess.Popen[str], pictures: list[bytes]) -> None:
+    """What runs finishes, what comes is refused with a sentence, and then everything ends in order."""
+    directory, processes = belongings(launcher)
+    server = at_ports(launcher)
+    begun: queue.SimpleQueue[object] = queue.SimpleQueue()
+
+    def read() -> list[dict[str, Any]]:
+        got = []
+        for values in doors.grpc_responses(server, {**ENDLESS, "stream": True, "image": pictures[0]}):
+            got.append(values)
+            begun.put(None)
+        return got
+
+    with ThreadPoolExecutor(6) as threads:
+        running = threads.submit(read)
+        others = [threads.submit(ask, server, name, {**ENDLESS, "image": pictures[1]}) for name in doors.DOORS]
+        begun.get(timeout=30)
+        wait_until(lambda: doors.status(server)["running"] == 6, 30, "all running")
+        launcher.send_signal(signal.SIGTERM)
+        wait_until(lambda: (directory / "run" / "draining").exists(), 5, "draining")
+        for name in doors.DOORS:
+            refusal = ask(server, name, {**GOOD, "image": pictures[2]})
+            assert "[UNAVAILABLE] the server is stopping; retry after 5 s" in str(refusal)
+        assert running.result(timeout=60)[-1]["finish_reason"] == "length"
+        assert all(future.result(timeout=60).finish_reason == "length" for future in others)  # type: ignore[union-attr]
+    assert launcher.wait(20) == 0
+    assert not directory.exists() and not any(map(alive, processes))
+
+
+def test_second_signal_does_not_wait(launcher: subprocess.Popen[str], pictures: list[bytes]) -> None:
+    directory, processes = belongings(launcher)
+    server = at_ports(launcher)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(ask, server, "grpc_stream", {**ENDLESS, "image": pictures[0]})
+        wait_until(lambda: doors.status(server)["running"] == 1, 30, "running")
+        launcher.send_signal(signal.SIGTERM)
+        wait_until(lambda: (directory / "run" / "draining").exists(), 5, "draining")
+        launcher.send_signal(signal.SIGINT)
+        assert "[UNAVAILABLE]" in str(asked.result(timeout=20))
+    assert launcher.wait(20) == 0
+    assert not directory.exists() and not any(map(alive, processes))
+
+
 def test_killed_launcher_leaves_no_process(launcher: subprocess.Popen[str]) -> None:
     """What it leaves on disk is removed by the next start."""
     directory, processes = belongings(launcher)
@@ -125,13 +170,22 @@ def launcher(checkpoint: Path) -> Iterator[subprocess.Popen[str]]:
     try:
         line = process.stdout.readline()  # type: ignore[union-attr]
         assert "Photon is ready" in line and ports["HTTP_PORT"] in line, process.stderr.read()  # type: ignore[union-attr]
+        process.ports = ports  # type: ignore[attr-defined]
         yield process
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(40)
 
 
-def ask(server: Server, door: str, request: dict[str, Any]) -> Answer | ServerError:
+def at_ports(launcher: subprocess.Popen[str]) -> SimpleNamespace:
+    """What the doors need of a server that runs in another process."""
+    ports = launcher.ports  # type: ignore[attr-defined]
+    return SimpleNamespace(
+        http_url=f"http://127.0.0.1:{ports['HTTP_PORT']}", grpc_url=f"127.0.0.1:{ports['GRPC_PORT']}"
+    )
+
+
+def ask(server: Any, door: str, request: dict[str, Any]) -> Answer | ServerError:
     try:
         return doors.DOORS[door](server, **request)
     except ServerError as error:
