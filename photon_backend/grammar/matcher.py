@@ -126,7 +126,8 @@ class LibraryMatcher:
     def fill(self, line: np.ndarray) -> None:
         """See constraint.py."""
         self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
-        self._settle(line)
+        line &= self._vocabulary.ordinary
+        self._look_at_error(line)
 
     def copy(self) -> LibraryMatcher:
         return LibraryMatcher(self._matcher.deep_copy(), self._vocabulary)
@@ -140,14 +141,14 @@ class LibraryMatcher:
         vocabulary = pairs[0][0]._vocabulary
         work = [(matcher._matcher, line) for matcher, line in pairs]
         vocabulary.executor.unsafe_compute_mask_ptr(work, mask.ctypes.data, mask.strides[0], len(mask))
+        mask[[line for _, line in pairs]] &= vocabulary.ordinary
         for matcher, line in pairs:
-            matcher._settle(mask[line])
+            matcher._look_at_error(mask[line])
 
-    def _settle(self, line: np.ndarray) -> None:
+    def _look_at_error(self, line: np.ndarray) -> None:
         if self._matcher.is_error():
             self.failure = _sentence(self._matcher.get_error()) or "its matcher stopped"
             line[:] = 0
-        line &= self._vocabulary.ordinary
 
 
 def legal_ids(line: np.ndarray) -> Iterable[int]:
