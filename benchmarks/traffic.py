@@ -10,7 +10,7 @@ import base64
 import io
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ DOORS = ("grpc", "generate", "generate_stream")
 TOLERANCE = 1e-6  # of a coordinate: JSON and tensors write the same float32 differently
 QUANTILES = (50, 90, 99)
 LINE_BYTES = 1 << 20  # of one server-sent event
+Parts = AsyncGenerator[tuple[list[Any], dict[str, Any] | None], None]  # new content; None, or the end
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,9 @@ class Outcome:
 
 def make_pictures(number: int) -> tuple[list[bytes], list[str]]:
     """PNG files of scenes of the bundled model's kind with two shapes or more, and one shape's kind of each."""
-    files, kinds, seed = [], [], 0
+    files: list[bytes] = []
+    kinds: list[str] = []
+    seed = 0
     while len(files) < number:
         scene = make_scene(seed)
         seed += 1
@@ -128,6 +131,8 @@ class Traffic:
         try:
             content: list[Any] = []
             async for part, end in self.parts(door, ask):
+                if outcome.answer is not None:
+                    raise PhotonError("the answer goes on after its end")
                 outcome.first = outcome.first or time.perf_counter()
                 content += part
                 if end is not None:
@@ -143,11 +148,11 @@ class Traffic:
         outcome.first = outcome.first or outcome.end
         return outcome
 
-    def parts(self, door: str, ask: Ask) -> AsyncIterator[tuple[list[Any], dict[str, Any] | None]]:
+    def parts(self, door: str, ask: Ask) -> Parts:
         """(new content, None or the end with finish_reason and usage), as they come. Raises what `ask` catches."""
         return self._grpc(ask) if door == "grpc" else self._generate(ask, stream=door == "generate_stream")
 
-    async def _grpc(self, ask: Ask) -> AsyncIterator[tuple[list[Any], dict[str, Any] | None]]:
+    async def _grpc(self, ask: Ask) -> Parts:
         reply = await self.client.ask(
             ask.task, self.pictures[ask.picture], ask.text, stream=True, timeout=self.timeout_s, options=ask.options
         )
@@ -159,7 +164,7 @@ class Traffic:
         finally:
             stream.close()
 
-    async def _generate(self, ask: Ask, stream: bool) -> AsyncIterator[tuple[list[Any], dict[str, Any] | None]]:
+    async def _generate(self, ask: Ask, stream: bool) -> Parts:
         path = "generate_stream" if stream else "generate"
         url = f"http://{self.http}/v2/models/photon/{path}"
         async with self.session.post(url, json=self.body(ask, stream)) as reply:
