@@ -1,9 +1,9 @@
 """Time of each decode kernel at Moondream 2's shape, beside the bytes that it must read. Needs a GPU.
 
-    python -m benchmarks.kernels [--batch 1,16,64] [--sweep]
+    python -m benchmarks.kernels [--batch 1,16,64] [--sweep | --sweep-attention]
 
 Every kernel runs over the weights or pages of all layers in one CUDA graph, so nothing it reads is still in L2.
-`--sweep` tries tile shapes of the linears and prints the best; the last line is JSON.
+`--sweep` tries tile shapes and prints the best; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def linears(config: TextConfig, batch: int) -> dict[str, tuple[Callable[[], None
     return works
 
 
-ATTENTION_SWEEP = list(itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2, 4)))
+ATTENTION_SWEEP = list(itertools.product((1, 2, 4, 8, 16), (32, 64), (2, 4)))
 
 
 def attention(config: TextConfig, batch: int, context: int = 800) -> Callable[[], None]:
@@ -155,7 +155,8 @@ def sweep(module: ModuleType, shapes: list[tuple[int, ...]], work: Callable[[], 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", default="1,16,64")
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", action="store_true", help="shapes of all kernels that have one")
+    parser.add_argument("--sweep-attention", action="store_true", help="shapes of attention only")
     options = parser.parse_args()
     config, results = TextConfig(), []
     for batch in map(int, options.batch.split(",")):
@@ -165,7 +166,7 @@ def main() -> None:
             us = graph_us(work, 24)
             print(f"batch {batch:>3} {name:<18} {us:7.2f} us {size / us / 1e3:6.0f} GB/s of {GB_PER_S:.0f}", flush=True)
             results.append({"batch": batch, "kernel": name, "us": us, "gb_per_s": size / us / 1e3})
-            if options.sweep and name == "attention":
+            if (options.sweep or options.sweep_attention) and name == "attention":
                 sweep(attention_module, ATTENTION_SWEEP, work)
             elif options.sweep and name.startswith(("in", "out")) and "cuBLAS" not in name:
                 sweep(linear_module, LINEAR_SWEEP, work)
