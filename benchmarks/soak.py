@@ -86,7 +86,7 @@ def bad_asks(asks: list[Ask], no_picture: int, half_picture: int) -> list[Ask]:
     return [
         replace(caption, picture=no_picture),
         replace(caption, picture=half_picture),
-        replace(caption, task="paint"),
+        replace(caption, options={"length": "huge"}),
         replace(caption, text="not used"),
         replace(query, text=" "),
         replace(query, text="why " * 3000),
