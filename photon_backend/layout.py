@@ -1,7 +1,8 @@
 """What a server needs on disk, and the checks before it starts.
 
 Triton comes from the wheel of nvidia-pytriton: its `tritonserver` program, its Python back end and one stub per Python
-version. A server gets a private directory (0700) with a back-end directory, a rendered model repository and the
+version. The variable TRITON_HOME names an installed one instead, such as /opt/tritonserver in NVIDIA's image, which has
+one stub, for the Python of that image. A server gets a private directory (0700) with a back-end directory, a rendered model repository and the
 sockets. Its base name is also the prefix of the shared-memory regions, so whatever a killed server left behind is
 recognised and removed at the next start: the owner of a directory holds a lock on its file `owner`, and the lock is
 inherited by tritonserver and its stubs, so it is free only when all of them are gone.
@@ -124,8 +125,19 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
+def installed_triton() -> Path | None:
+    """What TRITON_HOME names."""
+    home = os.environ.get("TRITON_HOME")
+    return Path(home) if home else None
+
+
 def triton_home() -> Path:
-    """Directory of tritonserver, its back ends and stubs inside the wheel of nvidia-pytriton."""
+    """Directory of tritonserver and its back ends: TRITON_HOME, or inside the wheel of nvidia-pytriton."""
+    installed = installed_triton()
+    if installed is not None:
+        if not (installed / "bin" / "tritonserver").exists():
+            raise LaunchError(f"TRITON_HOME is {installed}, which has no bin/tritonserver.")
+        return installed
     try:
         distribution = importlib.metadata.distribution("nvidia-pytriton")
     except importlib.metadata.PackageNotFoundError as error:
@@ -136,7 +148,8 @@ def triton_home() -> Path:
 
 
 def triton_libraries() -> Path:
-    return triton_home().parent.parent / "nvidia_pytriton.libs"
+    installed = installed_triton()
+    return installed / "lib" if installed else triton_home().parent.parent / "nvidia_pytriton.libs"
 
 
 def python_version() -> str:
@@ -144,7 +157,10 @@ def python_version() -> str:
 
 
 def stub_path() -> Path:
-    path = triton_home() / "python_backend_stubs" / python_version() / "triton_python_backend_stub"
+    stub = "triton_python_backend_stub"
+    if installed_triton():
+        return triton_home() / "backends" / "python" / stub
+    path = triton_home() / "python_backend_stubs" / python_version() / stub
     if not path.exists():
         raise LaunchError(f"Triton has no stub for Python {python_version()}; use 3.10, 3.11 or 3.12.")
     return path
