@@ -2,10 +2,12 @@
 
 Triton comes from the wheel of nvidia-pytriton: its `tritonserver` program, its Python back end and one stub per Python
 version. The variable TRITON_HOME names an installed one instead, such as /opt/tritonserver in NVIDIA's image, which has
-one stub, for the Python of that image. A server gets a private directory (0700) with a back-end directory, a rendered model repository and the
-sockets. Its base name is also the prefix of the shared-memory regions, so whatever a killed server left behind is
-recognised and removed at the next start: the owner of a directory holds a lock on its file `owner`, and the lock is
-inherited by tritonserver and its stubs, so it is free only when all of them are gone.
+one stub, for the Python of that image.
+
+A server gets a private directory (0700) with a back-end directory, a rendered model repository and the sockets. Its
+base name is also the prefix of the shared-memory regions, so whatever a killed server left behind is recognised and
+removed at the next start: the owner of a directory holds a lock on its file `owner`, and the lock is inherited by
+tritonserver and its stubs, so it is free only when all of them are gone.
 """
 
 from __future__ import annotations
