@@ -15,7 +15,7 @@ from typing import Any
 from photon_backend.protocol import GrammarSpec, PhotonError
 
 OPTION_OF_KIND = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark": "grammar"}
-MAX_CHARS = 1 << 16
+MAX_CHARS = {"json_schema": 1 << 16, "choice": 1 << 16, "lark": 1 << 14, "regex": 1 << 13}  # all compile in a second
 MAX_RULES = 1000  # of a Lark grammar, and schemas of a JSON schema that uses $ref
 MAX_CHOICES = 1024
 
@@ -47,8 +47,8 @@ def refuse(spec: GrammarSpec, why: str) -> PhotonError:
 
 def check(spec: GrammarSpec) -> None:
     """Raises PhotonError INVALID_ARG naming the option and the keyword."""
-    if len(spec.text) > MAX_CHARS:
-        raise refuse(spec, f"it has {len(spec.text)} characters; at most {MAX_CHARS} are accepted")
+    if len(spec.text) > MAX_CHARS[spec.kind]:
+        raise refuse(spec, f"it has {len(spec.text)} characters; at most {MAX_CHARS[spec.kind]} are accepted")
     if spec.kind == "json_schema":
         _check_schema(spec)
     elif spec.kind == "lark":

@@ -3,7 +3,7 @@
 The non-deterministic automaton is built backwards, each part knowing the state that follows it; the subset construction
 makes it deterministic. Every state it makes can still reach an end, so a mask made from it never leads into a dead end.
 Price: pure Python, some 10 microseconds per state and byte class; it runs on a compiling thread, which lets other
-threads in every now and then. Both limits are checked on the way, so a hostile expression costs what they allow.
+threads in every now and then. All limits are checked on the way, so a hostile expression costs what they allow.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from photon_backend.grammar.regular import Chars, Concat, Either, Node, NotRegular, Ranges
 
 MAX_NFA_STATES = 50_000
+MAX_WORK = 1_000_000  # states looked at, well below a second
 _LENGTH_ENDS = (0x7F, 0x7FF, 0xFFFF, 0x10FFFF)  # last code point of each UTF-8 length
 _SURROGATES = (0xD800, 0xDFFF)
 
@@ -50,6 +51,7 @@ class _Nfa:
         self._tails: dict[tuple[object, int], int] = {}
         self._entries: dict[tuple[int, int], int] = {}
         self._closures: dict[int, frozenset[int]] = {}
+        self._work = 0
         self.end = self.state()
 
     def state(self) -> int:
@@ -110,6 +112,11 @@ class _Nfa:
             self.edges[self._tails[key]].append((*span, to))
         return self._tails[key]
 
+    def spend(self, work: int) -> None:
+        self._work += work
+        if self._work > MAX_WORK:
+            raise TooLarge("it takes too long to make it deterministic")
+
     def closure(self, state: int) -> frozenset[int]:
         """States that read a byte, or end, reachable without reading one."""
         if state not in self._closures:
@@ -119,6 +126,7 @@ class _Nfa:
                     if target not in seen:
                         seen.add(target)
                         todo.append(target)
+            self.spend(len(seen))
             self._closures[state] = frozenset(s for s in seen if self.edges[s] or s == self.end)
         return self._closures[state]
 
@@ -154,8 +162,11 @@ def _determinise(nfa: _Nfa, start: int, max_states: int) -> Dfa:
         moves: dict[int, set[int]] = {}
         for state in sets[len(rows)]:
             for low, high, target in nfa.edges[state]:
-                for c in range(first[low], first[high + 1]):
-                    moves.setdefault(c, set()).update(nfa.closure(target))
+                reached = nfa.closure(target)
+                symbols = range(first[low], first[high + 1])
+                nfa.spend(len(symbols) * len(reached))
+                for c in symbols:
+                    moves.setdefault(c, set()).update(reached)
         row = [-1] * len(borders)
         for c, states in moves.items():
             reached = frozenset(states)

@@ -145,6 +145,7 @@ def test_a_transition_that_is_not_legal_stays(grammars: Grammars) -> None:
         regex(".{0,1000}"),
         regex("(a|b)*a(a|b){20}"),
         regex("((((a{1,30}){1,30}){1,30}){1,30})"),
+        regex("(ab|cd)*" * 1000),
         schema(type="string", maxLength=1024),
     ],
     ids=lambda spec: spec.text[:40],

@@ -68,10 +68,7 @@ REFUSED = [
     (lark('start[temperature=0.5]: "a"'), "temperature"),
     (lark('start: %json {"x-guidance": {"lenient": true}, "not": {}}'), "x-guidance"),
     (lark("start: " + "(" * 5000 + '"a"' + ")" * 5000), "nested"),
-    *(
-        (GrammarSpec(kind, " " * (MAX_CHARS + 1)), str(MAX_CHARS))
-        for kind in ("json_schema", "regex", "choice", "lark")
-    ),
+    *((GrammarSpec(kind, " " * (most + 1)), str(most)) for kind, most in MAX_CHARS.items()),  # type: ignore[arg-type]
 ]
 
 
@@ -95,7 +92,6 @@ CHAINS = """
 import json, sys, threading
 from photon_backend.grammar.matcher import validate
 from photon_backend.protocol import GrammarSpec, PhotonError
-n = 60_000
 rules = lambda n: "start: r0\\n" + "\\n".join(f"r{i}: r{i + 1}" for i in range(n)) + f'\\nr{n}: "a"'
 def refs(n, wrap):
     return json.dumps({"$ref": "#/$defs/0", "$defs": {str(i): wrap({"$ref": f"#/$defs/{i + 1}"}) for i in range(n)}
