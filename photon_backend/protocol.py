@@ -14,7 +14,9 @@ Order for one request:
                              <-    Done | Failed          exactly one of them, once, whatever happens
     Cancel (any time)        ->                           a normal end: answered with Done(reason="cancelled")
 
-`request_id` is chosen by the front end and unique within that front end's connection.
+`request_id` is chosen by the front end and unique within that front end's connection. `name` is what the client calls
+the request; nothing makes it unique. `Stop` ends all requests of a name, whoever's they are, and has no answer of its
+own: a supervisor passes it on for a client that has lost, or shares, the stream of its request.
 """
 
 from __future__ import annotations
@@ -74,6 +76,7 @@ class Submit(msgspec.Struct, tag="submit"):
     max_time_ms: float = 0.0  # from the arrival at the engine; 0: no deadline
     sampling: Sampling = Sampling()
     grammar: GrammarSpec | None = None  # query and caption
+    name: str = ""  # the client's own id of the request, if it gave one
 
 
 class Picture(msgspec.Struct, tag="picture"):
@@ -85,6 +88,12 @@ class Picture(msgspec.Struct, tag="picture"):
 
 class Cancel(msgspec.Struct, tag="cancel"):
     request_id: str
+
+
+class Stop(msgspec.Struct, tag="stop"):
+    """Ends every open request of that name, of any client, as cancelled."""
+
+    name: str
 
 
 class Hello(msgspec.Struct, tag="hello"):
@@ -125,6 +134,7 @@ class Failed(msgspec.Struct, tag="failed"):
     request_id: str
     code: ErrorCode
     message: str
+    refused: bool = False  # it was never accepted
 
 
 class Status(msgspec.Struct):
@@ -166,7 +176,7 @@ class Beat(msgspec.Struct, tag="beat"):
     status: Status
 
 
-ToEngine = Submit | Picture | Cancel | Hello
+ToEngine = Submit | Picture | Cancel | Stop | Hello
 FromEngine = NeedPicture | Tokens | Done | Failed | Beat
 
 _encoder = msgspec.msgpack.Encoder()

@@ -8,6 +8,8 @@ the sockets, at which the launcher ends the server.
 
 photon and photon_unary are loaded while some engine is up and unloaded while none is, so that Triton's readiness of
 these models is the truth. With several engines the supervisor of engine 0 does that; the others only watch theirs.
+
+A request to stop a request by its name may come to any supervisor, so each passes it on to all engines.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +31,7 @@ from photon_backend.alive import Sign
 from photon_backend.config import Settings
 from photon_backend.engine.exit_codes import EXIT_UNUSABLE
 from photon_backend.frontend.link import Link
-from photon_backend.protocol import Status
+from photon_backend.protocol import Status, Stop
 
 FRONT_ENDS = ("photon", "photon_unary")
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
@@ -64,6 +67,8 @@ class Supervisor:
         self.problem: str | None = None  # why we gave up
         self.restarts = 0
         self.engine_status: Status | None = None  # of the last heartbeat
+        self._stops: deque[str] = deque()  # names of requests to end
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sign = Sign(settings.run_dir, f"photon_engine_{index}")
         self._thread = threading.Thread(target=self._run, name="supervisor")
 
@@ -74,7 +79,13 @@ class Supervisor:
         """Ends the engine process. The front ends are Triton's to unload now."""
         self._closing = True
         self._thread.join()
+        os.close(self._wake_fd)
         self._sign.withdraw()
+
+    def stop_request(self, name: str) -> None:
+        """Ends every open request that a client gave this id, at any engine; without effect when there is none."""
+        self._stops.append(name)
+        os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> dict[str, object]:
         """Fields of the last heartbeat and what the supervisor knows itself."""
@@ -92,11 +103,12 @@ class Supervisor:
 
     def _run(self) -> None:
         poller = zmq.Poller()
-        indices = range(self._settings.engines) if self._index == 0 else range(self._index, self._index + 1)
-        link = Link(self._settings, poller, indices)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        link = Link(self._settings, poller, range(self._settings.engines))
         while not self._closing:
             try:
-                poller.poll(TURN_MS)
+                if self._wake_fd in dict(poller.poll(TURN_MS)):
+                    os.eventfd_read(self._wake_fd)
                 self._turn(link)
             except Exception:
                 log.exception("a turn of the supervisor failed")
@@ -107,6 +119,8 @@ class Supervisor:
     def _turn(self, link: Link) -> None:
         for _ in link.receive():
             pass  # heartbeats only; the peers keep them
+        while self._stops:
+            link.send_all([Stop(self._stops.popleft())])
         lost = link.tend()
         own = next(peer for peer in link.peers if peer.index == self._index)
         self._up = own.up

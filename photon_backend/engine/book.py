@@ -34,6 +34,7 @@ from photon_backend.protocol import (
     PhotonError,
     Picture,
     Status,
+    Stop,
     Submit,
     ToEngine,
     Tokens,
@@ -91,6 +92,9 @@ class Book:
             sequence = self._open.get((client, message.request_id))
             if sequence is not None:
                 self._end(sequence, "cancelled", now)
+        elif isinstance(message, Stop):
+            for sequence in [s for s in self._open.values() if s.request.name == message.name != ""]:
+                self._end(sequence, "cancelled", now)
         elif message is None:
             for sequence in [s for s in self._open.values() if s.client == client]:
                 self._end(sequence, "cancelled", now)
@@ -106,7 +110,7 @@ class Book:
             sequence = self._admissible(client, request, now)
         except PhotonError as error:
             self._counts.failed += 1
-            self._send(client, Failed(request.request_id, error.code, error.message))
+            self._send(client, Failed(request.request_id, error.code, error.message, refused=True))
             return
         self._open[client, request.request_id] = sequence
         self._scheduler.add(sequence)

@@ -33,6 +33,7 @@ from photon_backend.frontend.link import EnginePeer, Link
 from photon_backend.frontend.session import FrontEnd, Response, Session
 from photon_backend.frontend.tensors import error_response, read_request, triton_response
 from photon_backend.log import set_up_logging
+from photon_backend.numbers import Account, Sender, Tally
 from photon_backend.protocol import (
     Cancel,
     Done,
@@ -48,6 +49,7 @@ from photon_backend.protocol import (
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 CANCEL_POLL_MS = 50  # how often open requests are asked whether their client has left
 CANCEL_POLL_MAX = 64  # of them at a time: one question costs 15 to 45 us
+REPORT_S = 0.5  # how often the numbers of this front end are sent to the publisher
 IDLE_MS = 500  # the longest sleep of the owner
 WAITING_PICTURES = 8  # pictures of the largest size that may wait in a front end before it refuses more
 STOPPING = "the server is stopping"
@@ -59,10 +61,11 @@ log = logging.getLogger("photon.frontend")
 class _Open:
     """A request that has not had its last response."""
 
-    def __init__(self, sender: Any, session: Session, peer: EnginePeer, image_bytes: int) -> None:
+    def __init__(self, sender: Any, session: Session, peer: EnginePeer, account: Account, image_bytes: int) -> None:
         self.sender = sender
         self.session = session
         self.peer = peer
+        self.account = account
         self.image_bytes = image_bytes  # 0 once the engine has the picture or does not need it
         self.cancel_sent = False
 
@@ -75,11 +78,13 @@ class Handler:
         set_up_logging(name, self._settings.log_level)
         self._front_end = FrontEnd(self._settings)
         self._sign = Sign(self._settings.run_dir, name)
-        self._inbox: deque[tuple[Any, Any]] = deque()  # requests with their senders
+        self._inbox: deque[tuple[Any, Any, float]] = deque()  # requests, their senders, and when they came
         self._pictures: deque[tuple[str, Future[tuple[tuple[int, int], np.ndarray]]]] = deque()
         self._open: dict[str, _Open] = {}
         self._image_bytes = 0  # sum over the open requests
         self._numbers = itertools.count()
+        self._tally = Tally()
+        self._next_report = 0.0
         self._next_cancel_poll = 0.0
         self._cancel_cursor = 0
         self._closing = False
@@ -89,6 +94,7 @@ class Handler:
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
         self._link = Link(self._settings, self._poller, range(self._settings.engines))  # the owner's from its start on
+        self._reports = Sender(self._settings.run_dir)
         self._owner = threading.Thread(target=self._run, name="owner")
         self._owner.start()
         if not self._connected.wait(FIRST_BEAT_S):
@@ -96,7 +102,8 @@ class Handler:
 
     def accept(self, requests: list[Any]) -> None:
         """Takes the requests over. Never blocks: the stub keeps the interpreter while it is in here."""
-        self._inbox.extend((request, request.get_response_sender()) for request in requests)
+        now = time.monotonic()
+        self._inbox.extend((request, request.get_response_sender(), now) for request in requests)
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
@@ -118,6 +125,8 @@ class Handler:
         self._refuse_inbox()
         self._fail_all(unavailable(STOPPING, 5))
         self._link.close()
+        self._reports.send(self._tally, len(self._open))
+        self._reports.close()
 
     def _turn(self) -> None:
         events = self._poller.poll(CANCEL_POLL_MS if self._open else IDLE_MS)
@@ -136,11 +145,19 @@ class Handler:
         if any(peer.up for peer in self._link.peers):
             self._connected.set()
         self._poll_cancelled()
+        self._send_report()
+
+    def _send_report(self) -> None:
+        now = time.monotonic()
+        if now >= self._next_report:
+            self._next_report = now + REPORT_S
+            self._reports.send(self._tally, len(self._open))
 
     # requests in
 
-    def _start(self, request: Any, sender: Any) -> None:
+    def _start(self, request: Any, sender: Any, arrival: float) -> None:
         """From Triton's request to Submit. Whatever fails here is answered here."""
+        self._tally.start()
         try:
             request_id = f"{os.getpid():x}-{next(self._numbers):x}"
             self._admit_request()
@@ -153,11 +170,16 @@ class Handler:
                 raise unavailable("no engine is running at the moment", 5)
             peer.send([session.submit])
         except Exception as error:
-            sender.send(error_response(_as_photon_error(error, "a request could not be started")), flags=FINAL)
+            self._refuse(sender, _as_photon_error(error, "a request could not be started"))
             return
         peer.load += 1
         self._image_bytes += size
-        self._open[request_id] = _Open(sender, session, peer, size)
+        self._open[request_id] = _Open(sender, session, peer, Account(self._tally, arrival), size)
+
+    def _refuse(self, sender: Any, error: PhotonError) -> None:
+        self._tally.end("refused", error.code)
+        self._tally.respond()
+        sender.send(error_response(error), flags=FINAL)
 
     def _admit_request(self) -> None:
         if marked(self._settings.run_dir):
@@ -198,6 +220,7 @@ class Handler:
                 continue  # answered already: cancelled by a stop string, or failed here
             if request.image_bytes:
                 self._release_image(request)
+            request.account.take(of_request)
             try:
                 responses = request.session.feed(of_request)
             except Exception as error:
@@ -228,24 +251,28 @@ class Handler:
 
     def _respond(self, request_id: str, request: _Open, response: Response) -> None:
         """Sends one response; a final one closes the request even when sending fails."""
-        final = response.final
         try:
             message = triton_response(response)
         except Exception as error:
             self._cancel(request_id, request)
-            message, final = error_response(_as_photon_error(error, "a response could not be written")), True
+            response = _failure(_as_photon_error(error, "a response could not be written"))
+            message = triton_response(response)
+        self._tally.respond()
         try:
-            request.sender.send(message, flags=FINAL if final else 0)
+            request.sender.send(message, flags=FINAL if response.final else 0)
         except Exception:
             log.exception("a response of request %s could not be sent", request_id)
             self._cancel(request_id, request)
-        if final:
-            self._close_request(request_id, request)
+        if response.final:
+            self._close_request(request_id, request, response)
 
-    def _close_request(self, request_id: str, request: _Open) -> None:
-        if self._open.pop(request_id, None) is not None:
-            request.peer.load -= 1
-            self._release_image(request)
+    def _close_request(self, request_id: str, request: _Open, last: Response) -> None:
+        if self._open.pop(request_id, None) is None:
+            return
+        request.peer.load -= 1
+        self._release_image(request)
+        code = last.error.code if last.error else None
+        request.account.close(code, last.finish_reason, request.session.preprocess_ms)
 
     def _cancel(self, request_id: str, request: _Open) -> None:
         """Tells the engine once; it answers with Done unless the request was answered before."""
@@ -263,8 +290,8 @@ class Handler:
 
     def _refuse_inbox(self) -> None:
         while self._inbox:
-            _, sender = self._inbox.popleft()
-            sender.send(error_response(unavailable(STOPPING, 5)), flags=FINAL)
+            self._tally.start()
+            self._refuse(self._inbox.popleft()[1], unavailable(STOPPING, 5))
 
     def _poll_cancelled(self) -> None:
         """Asks some of the open requests, in turn, whether their client has left."""

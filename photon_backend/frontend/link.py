@@ -119,6 +119,12 @@ class Link:
             if messages:
                 yield peer, messages
 
+    def send_all(self, messages: list[ToEngine]) -> None:
+        """To every engine that is up."""
+        for peer in self.peers:
+            if peer.up:
+                peer.send(messages)
+
     def tend(self) -> list[EnginePeer]:
         """Greets every engine; returns those that were lost since the last call, already connecting anew."""
         now = time.monotonic()

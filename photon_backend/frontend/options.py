@@ -46,6 +46,7 @@ class RawRequest(msgspec.Struct):
     stream: bool = False
     sampling_parameters: str | None = None
     parameters: dict[str, Scalar] = {}
+    name: str = ""  # the client's own id of the request; empty: it gave none
 
 
 class Request(msgspec.Struct, frozen=True):

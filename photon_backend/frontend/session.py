@@ -81,12 +81,14 @@ class FrontEnd:
             max_time_ms=request.max_time_ms,
             sampling=msgspec.structs.replace(request.sampling, max_tokens=max_tokens),
             grammar=request.grammar,
+            name=raw.name,
         )
         return Session(self, request, submit, image, preprocess_ms=(time.perf_counter() - start) * 1e3)
 
 
 class Session:
-    """submit: to send to the engine. finished: the final response was given. cancel_wanted: send a Cancel, once."""
+    """submit: to send to the engine. finished: the final response was given. cancel_wanted: send a Cancel, once.
+    preprocess_ms: work on the request so far."""
 
     def __init__(
         self, front_end: FrontEnd, request: Request, submit: Submit, image: EncodedImage | None, preprocess_ms: float
@@ -98,7 +100,7 @@ class Session:
         self._stream = request.stream
         self._image = image
         self._picture_asked = False
-        self._preprocess_ms = preprocess_ms
+        self.preprocess_ms = preprocess_ms
         self._opened = time.perf_counter()
         self._first_token: float | None = None
         self._answer: _Text | _Spatial
@@ -118,7 +120,7 @@ class Session:
         self._picture_asked = True
         start = time.perf_counter()
         pixels, tiling = make_crops(decode_image(image.data), self._config.vision)
-        self._preprocess_ms += (time.perf_counter() - start) * 1e3
+        self.preprocess_ms += (time.perf_counter() - start) * 1e3
         return tiling, pixels
 
     def feed(self, events: Sequence[Tokens | Done | Failed]) -> list[Response]:
@@ -166,12 +168,12 @@ class Session:
 
     def _usage_json(self, usage: Usage) -> str:
         document: dict[str, Any] = {
-            "request_id": self.submit.request_id,
+            "request_id": self.submit.name or self.submit.request_id,
             "input_tokens": usage.input_tokens,
             "cached_tokens": usage.cached_tokens,
             "output_tokens": usage.output_tokens,
             "queue_ms": round(usage.queue_ms, 3),
-            "preprocess_ms": round(self._preprocess_ms, 3),
+            "preprocess_ms": round(self.preprocess_ms, 3),
             "ttft_ms": round(usage.ttft_ms, 3),
             "decode_ms": round(usage.decode_ms, 3),
         }

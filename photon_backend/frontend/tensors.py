@@ -18,6 +18,8 @@ _CODES = {
     "INTERNAL": pb_utils.TritonError.INTERNAL,
 }
 
+MAX_NAME_CHARS = 256
+
 
 def read_request(request: Any) -> RawRequest:
     """Raises PhotonError INVALID_ARG naming the tensor that does not fit."""
@@ -27,14 +29,25 @@ def read_request(request: Any) -> RawRequest:
     image = _element(request, "image")
     if image is not None and not isinstance(image, bytes):
         raise PhotonError("INVALID_ARG", "image must be a STRING tensor of shape [1] with the bytes of one picture.")
+    parameters = _parameters(request)
     return RawRequest(
         task=_text(request, "task"),
         text_input=_text(request, "text_input"),
         image=image,
         stream=bool(stream),
         sampling_parameters=_text(request, "sampling_parameters"),
-        parameters=_parameters(request),
+        name=_name(request, parameters),
+        parameters=parameters,
     )
+
+
+def _name(request: Any, parameters: dict[str, Any]) -> str:
+    """The client's id of the request. Triton's generate hands it over as a parameter too, which is taken out."""
+    as_parameter = parameters.pop("id", "")
+    name = str(request.request_id() or as_parameter)
+    if len(name) > MAX_NAME_CHARS:
+        raise PhotonError("INVALID_ARG", f"The request's id has {len(name)} characters, at most {MAX_NAME_CHARS} fit.")
+    return name
 
 
 def _element(request: Any, name: str) -> Any:
