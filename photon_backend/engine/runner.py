@@ -212,7 +212,7 @@ class Runner:
         number = len(batch)
         slot.load_rows([r.row for r in batch])
         row = slot.rows[:number]
-        self.next_token[row] = 0
+        self.next_token.index_fill_(0, row, 0)  # `[row] = 0` would copy a 0 from pageable memory, and wait for it
         self.state[row] = self._upload([r.state for r in batch])
         self.position[row] = self._upload([r.length for r in batch])
         self.think_until[row] = self._upload([r.think_until for r in batch])

@@ -165,6 +165,6 @@ class DecodeAttention:
 SHAPE: tuple[int, int, int] | None = None  # splits, BLOCK, warps for all launches; benchmarks set it
 
 
-def shape_for(batch: int, heads: int, programs: int = 1024) -> tuple[int, int, int]:
+def shape_for(batch: int, heads: int, programs: int = 8192) -> tuple[int, int, int]:
     """Stretches per row, a power of two: about `programs` programs in all, 16 stretches at most; block; warps."""
-    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 64, 4
+    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 64, 2

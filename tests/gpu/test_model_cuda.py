@@ -1,8 +1,7 @@
-"""The model on a GPU against the same golden numbers of the public reference (float32), and in bfloat16."""
+"""The model on a GPU against the same model on the CPU (float32), and in bfloat16."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -14,33 +13,33 @@ from photon_backend.model.generate import generate
 from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.model.weights import load_model
 from tests.model.cases import MAX_TOKENS, cases, prompt
-from tests.model.tiny_checkpoint import CONFIG, GOLDEN, PICTURES, TOKENIZER, picture, write_checkpoint
+from tests.model.tiny_checkpoint import CONFIG, PICTURES, TOKENIZER, picture, write_checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-def test_features_and_greedy_tokens_in_float32(tmp_path: Path) -> None:
+def test_features_and_greedy_tokens_equal_those_of_the_cpu(tmp_path: Path) -> None:
+    """On one machine: the golden numbers need the pinned Pillow and numpy, which a GPU machine may not have."""
     write_checkpoint(tmp_path)
-    model = load_model(tmp_path, "cuda", torch.float32)
-    golden, tokenizer = json.loads((GOLDEN / "golden.json").read_text()), TextTokenizer(TOKENIZER)
+    on_cpu, on_gpu = (load_model(tmp_path, device, torch.float32) for device in ("cpu", "cuda"))
+    tokenizer = TextTokenizer(TOKENIZER)
     cut = {name: make_crops(picture(name), CONFIG.vision) for name in PICTURES}
-    with np.load(GOLDEN / "golden.npz") as arrays:
-        for name, (crops, tiling) in cut.items():
-            features = model.vision.encode(torch.from_numpy(crops).cuda(), [tiling])[0]
-            torch.testing.assert_close(features.cpu(), torch.from_numpy(arrays[f"vision/{name}"]), atol=1e-3, rtol=1e-3)
+    for crops, tiling in cut.values():
+        pixels = torch.from_numpy(crops)
+        features = on_gpu.vision.encode(pixels.cuda(), [tiling]).cpu()
+        torch.testing.assert_close(features, on_cpu.vision.encode(pixels, [tiling]), atol=1e-3, rtol=1e-3)
     for case in cases():
         crops, tiling = cut[case.picture] if case.picture else (None, (0, 0))
-        pixels = None if crops is None else torch.from_numpy(crops).cuda()
-        request = prompt(case, CONFIG, tokenizer)
-        ids, values, _ = generate(
-            model, pixels, tiling, *request, case.task, case.reasoning, MAX_TOKENS, case.max_objects
-        )
-        expected = golden["cases"][case.name]
-        if "objects" in expected:
-            assert len(values) == len(expected["objects"]) * (4 if case.task == "detect" else 2), case.name
-        else:
-            thoughts = [*expected["reasoning_ids"], CONFIG.tokenizer.answer_id] if case.reasoning else []
-            assert ids == [*thoughts, *expected["ids"]], case.name
+        pixels = None if crops is None else torch.from_numpy(crops)
+        told = []
+        for model in (on_cpu, on_gpu):
+            there = None if pixels is None else pixels.to(model.text.wte.device)
+            request = prompt(case, CONFIG, tokenizer)
+            told.append(
+                generate(model, there, tiling, *request, case.task, case.reasoning, MAX_TOKENS, case.max_objects)
+            )
+        assert told[0][0] == told[1][0] and told[0][2] == told[1][2], case.name
+        np.testing.assert_allclose(told[0][1], told[1][1], atol=1 / CONFIG.region.coord_out_dim)
 
 
 def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
