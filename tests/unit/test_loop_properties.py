@@ -1,8 +1,8 @@
 """The invariants P1-P9 of the decode loop, without a device: random admissions, ends, cancels, failures and pauses.
 
 The machine plays the tick in any order that the rules allow, which is more than the engine's own tick does, and plays
-the device by drawing what each step sampled. What it drives is the real scheduler, pipeline, page pool, prefix cache and
-book.
+the device by drawing what each step sampled. What it drives is the real scheduler, pipeline, page pool, prefix cache
+and book.
 """
 
 from __future__ import annotations
