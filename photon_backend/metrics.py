@@ -167,7 +167,7 @@ class Publisher:
 
     def __init__(self, engine: int, status: Callable[[], dict[str, Any]], run_dir: str | None) -> None:
         self._status = status
-        families = Families()
+        self._families = families = Families()  # kept: series of a family that is gone cannot be set
         self._engine = EngineNumbers(families, engine)
         self._receiver = Receiver(run_dir) if run_dir is not None else None
         self._requests = RequestNumbers(families) if run_dir is not None else None
