@@ -29,7 +29,7 @@ serve: env
 load: env
 	$(PY) -m benchmarks.load --seconds $(or $(LOAD_SECONDS),4) $(LOAD)
 
-# hours on a CPU with the default of 20,000 requests
+# SOAK_REQUESTS=, SOAK= any option of benchmarks.soak; an hour or less on two cores
 soak: env
 	$(PY) -m benchmarks.soak --requests $(or $(SOAK_REQUESTS),20000) $(SOAK)
 

@@ -124,6 +124,8 @@ class Soak:
                 numbers = iter(range(requests * lap // LAPS, requests * (lap + 1) // LAPS))
                 await asyncio.gather(*(self._worker(numbers, report) for _ in range(concurrency)))
                 report.samples.append(sample(self._server))
+                done, taken = requests * (lap + 1) // LAPS, time.monotonic() - begun
+                print(f"{done} of {requests} requests, {taken:.0f} s, {len(report.problems)} problems", file=sys.stderr)
             report.seconds = time.monotonic() - begun
             await self._settle(report)
         return report
