@@ -122,8 +122,8 @@ def line(batch: int, overlap: bool, result: dict[str, float], gain: float, predi
     return text + (f" {result['overlapped']:>10.0%} {gain:>7.1%} {predicted:>9.1%}" if overlap else "")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(text: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default=str(TINY_CHECKPOINT))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
@@ -136,18 +136,22 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--no-overlap", action="store_true", help="the blocking loop only")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--no-kernels", action="store_true")
-    return parser.parse_args()
+    return parser
+
+
+def load_any(options: argparse.Namespace) -> Moondream:
+    """The checkpoint of the options, or Moondream 2's shape with random weights."""
+    dtype = getattr(torch, options.dtype)
+    if options.random_weights:
+        return random_model(ModelConfig(), options.device, dtype, seed=0).requires_grad_(False)
+    return load_model(Path(options.checkpoint), options.device, dtype)
 
 
 def main() -> None:
-    options = parse()
+    options = parser_of(__doc__).parse_args()
     torch.set_num_threads(options.threads)
     modes = [False] if options.no_overlap else [False, True]
-    dtype = getattr(torch, options.dtype)
-    if options.random_weights:
-        model = random_model(ModelConfig(), options.device, dtype, seed=0).requires_grad_(False)
-    else:
-        model = load_model(Path(options.checkpoint), options.device, dtype)
+    model = load_any(options)
     results = []
     print("batch       mode  step ms  tokens/s  host ms  idle ms overlapped    gain predicted")
     for batch in map(int, options.batch.split(",")):

@@ -34,6 +34,7 @@ from photon_backend.engine.prefix_cache import PrefixCache
 from photon_backend.engine.scheduler import Plan, Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.stepper import Stepper, default_num_pages
+from photon_backend.engine.trace import Trace
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
@@ -78,6 +79,7 @@ class Engine:
             self.config, settings.max_waiting, self.scheduler, matcher_for, self._release, self.constraints
         )
         self.failure: BaseException | None = None
+        self.trace: Trace | None = None  # records while it is set; set between two ticks
         self._emit = emit
         self._wake = threading.Condition()
         self._inbox: deque[tuple[bytes, ToEngine | Compiled | None, np.ndarray | None]] = deque()
@@ -144,19 +146,22 @@ class Engine:
         """One turn of the loop; False when there was nothing to do and nothing is in flight."""
         started, waited = time.perf_counter(), self._waited_s
         self._intake()
+        now = self._mark("intake", started)
         if self.pipeline.full:
             self._commit()
+            now = self._mark("commit", now)
         self._finalize()
+        now = self._mark("finalize", now)
         plan = self.scheduler.plan(self.pipeline.next_index)
         busy = plan is not None or bool(self.pipeline)  # a commit may free what the next plan waits for
         if plan is not None:
             self._launch(plan)
-        elif self.pipeline:
+            now = self._mark("launch", now)
+        if self.pipeline and (plan is None or not self.settings.overlap):
             self._commit()
-        while self.pipeline and not self.settings.overlap:
-            self._commit()
+            now = self._mark("commit", now)
         self._flush()
-        ended = time.perf_counter()
+        ended = self._mark("emit", now)
         if busy:
             self._ticks += 1
             self._host_s += ended - started - (self._waited_s - waited)
@@ -164,6 +169,13 @@ class Engine:
             self._next_snapshot = ended + SNAPSHOT_S
             self._status = self.snapshot()
         return busy
+
+    def _mark(self, name: str, begin: float) -> float:
+        """The time now, where a phase of the tick ends."""
+        end = time.perf_counter()
+        if self.trace is not None:
+            self.trace.host(name, begin, end)
+        return end
 
     def _intake(self) -> None:
         now = time.monotonic()
@@ -182,14 +194,14 @@ class Engine:
         step = self.pipeline.commit_oldest()
         started = time.perf_counter()
         try:
-            ids, values = self.stepper.read(step)
+            ids, values = self.stepper.read(step, self.trace)
         except Exception as error:
             if self._fatal(error):
                 raise
             log.exception("step %d failed", step.index)
             self.book.fail_step(step, time.monotonic())
         else:
-            self._waited_s += time.perf_counter() - started
+            self._waited_s += self._mark("wait", started) - started
             self.book.apply(step, ids, values, time.monotonic())
         for sequence in self.pipeline.retire(step):
             self._release(sequence)

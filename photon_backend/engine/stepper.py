@@ -20,6 +20,7 @@ from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.slots import DecodeSlot
 from photon_backend.engine.streams import Event, make_streams
 from photon_backend.engine.tables import Block
+from photon_backend.engine.trace import Trace
 from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton, fill_lines
 from photon_backend.model.moondream import Moondream
 
@@ -123,10 +124,13 @@ class Stepper:
                 self.compute.wait(block.ready)
                 block.ready = None
 
-    def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
+    def read(self, step: Step, trace: Trace | None = None) -> tuple[list[int], list[list[float]]]:
         """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
         step.copied.wait()
         self._account(step)
+        if trace is not None:
+            trace.device("device", step.kind, step.begun, step.done)
+            trace.device("copy", "ids", step.done, step.copied)
         slot, number = self.slots[step.slot], len(step.sequences)
         ids = slot.host_ids[:number].tolist()
         assert not self.debug or min(ids) >= 0, "a mirror was read before its copy had landed"
