@@ -123,15 +123,12 @@ def line(batch: int, overlap: bool, result: dict[str, float], gain: float, predi
 
 
 def parser_of(text: str | None) -> argparse.ArgumentParser:
+    """Options of every engine benchmark."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", default=str(TINY_CHECKPOINT))
+    parser.add_argument("--random-weights", action="store_true", help="Moondream 2's shape instead of a checkpoint")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--batch", default="1,4,16", help="rows, a comma between them")
-    parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
-    parser.add_argument("--random-weights", action="store_true", help="Moondream 2's shape instead of a checkpoint")
-    parser.add_argument("--tokens", type=int, default=96, help="per row")
-    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU; one leaves a core to the host side")
     parser.add_argument("--no-overlap", action="store_true", help="the blocking loop only")
     parser.add_argument("--no-graphs", action="store_true")
@@ -148,7 +145,12 @@ def load_any(options: argparse.Namespace) -> Moondream:
 
 
 def main() -> None:
-    options = parser_of(__doc__).parse_args()
+    parser = parser_of(__doc__)
+    parser.add_argument("--batch", default="1,4,16", help="rows, a comma between them")
+    parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
+    parser.add_argument("--tokens", type=int, default=96, help="per row")
+    parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
+    options = parser.parse_args()
     torch.set_num_threads(options.threads)
     modes = [False] if options.no_overlap else [False, True]
     model = load_any(options)

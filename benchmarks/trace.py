@@ -77,10 +77,11 @@ def _window(trace: Trace) -> tuple[float, float]:
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--out", type=Path, default=Path("out/trace"), help="both files, without their endings")
-    parser.set_defaults(batch="4")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model, batch = load_any(options), int(options.batch)
+    model, batch = load_any(options), options.batch
     traces = {}
     for overlap in (False, True):
         load = Load(settings_of(options, batch, overlap), model, options.context)

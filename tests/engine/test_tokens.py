@@ -15,7 +15,7 @@ from photon_backend.model.crops import make_crops
 from photon_backend.model.generate import generate
 from photon_backend.model.weights import load_model
 
-NUMBER = 24
+NUMBER = 32
 
 
 def requests(checkpoint: Path, number: int = NUMBER, **changes):
@@ -72,7 +72,7 @@ def test_greedy_equals_the_oracle(make_bench, checkpoint, model, task, name):
 
 
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("rows", [1, 2, 8, 24])
+@pytest.mark.parametrize("rows", [1, 2, 8, 32])
 def test_a_batch_changes_nothing(make_bench, checkpoint, alone, overlap, rows):
     assert run_all(make_bench(overlap=overlap, rows=rows), requests(checkpoint)) == alone
 

@@ -1,0 +1,149 @@
+"""Requests per second and latency of the engine alone, over a workload like a benchmark of questions about charts.
+
+    python -m benchmarks.requests [--device cpu|cuda] [--random-weights] [--workload direct|reasoning] [--rate R]
+                                  [--clients 1,16,64] [--requests N] [--no-overlap] [--no-graphs] [--no-prefix-cache]
+
+Each request asks about an 850 x 600 picture with a short prompt and gets 4 tokens (direct) or 30 (reasoning). Pictures
+come in pairs: two requests share one, so half of them can find its prefix. Closed loop: `--clients` requests are always
+open. Open loop (`--rate` per second, Poisson): arrivals do not wait for answers, and latency includes the queue. Crops
+are cut once, outside the clock: that is the front ends' work. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import threading
+import time
+
+import numpy as np
+import torch
+
+from benchmarks.decode import load_any, parser_of
+from photon_backend.config import Settings
+from photon_backend.engine.engine import Engine
+from photon_backend.model.crops import make_crops
+from photon_backend.model.moondream import Moondream
+from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Sampling, Submit
+
+CLIENT = b"bench"
+TOKENS = {"direct": 4, "reasoning": 30}
+PROMPT_WORDS = 32
+PICTURE = (600, 850)  # height, width
+
+
+class Workload:
+    """Sends requests to a running engine and notes when each began and ended."""
+
+    def __init__(self, options: argparse.Namespace, model: Moondream, rows: int) -> None:
+        settings = Settings(
+            checkpoint=options.checkpoint,
+            device=options.device,
+            dtype=options.dtype,
+            rows=rows,
+            overlap=not options.no_overlap,
+            graphs=not options.no_graphs,
+            kernels=not options.no_kernels,
+            prefix_cache=not options.no_prefix_cache,
+            max_waiting=options.requests,
+        )
+        self.engine = Engine(settings, self._emit, model)
+        special = self.engine.config.tokenizer
+        self.engine.stepper.runner.suppress[:, special.eos_id] = True
+        assert special.templates.query is not None
+        self.prompt = special.templates.query.prefix + [40] * PROMPT_WORDS + special.templates.query.suffix * 2
+        pixels = np.random.default_rng(0).integers(0, 256, (*PICTURE, 3), dtype=np.uint8)
+        self.pixels, self.tiling = make_crops(pixels, self.engine.config.vision)
+        self.tokens = TOKENS[options.workload]
+        self.begun: dict[str, float] = {}
+        self.ended: dict[str, float] = {}
+        self._done = threading.Semaphore(0)
+
+    def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
+        for message in messages:
+            if isinstance(message, NeedPicture):
+                self.engine.post(CLIENT, Picture(message.request_id, self.tiling), self.pixels)
+            elif isinstance(message, Done):
+                self.ended[message.request_id] = time.perf_counter()
+                self._done.release()
+            elif isinstance(message, Failed):
+                raise RuntimeError(f"{message.request_id}: {message.message}")
+
+    def send(self, number: int) -> None:
+        name = f"r{number}"
+        self.begun[name] = time.perf_counter()
+        digest = (number // 2).to_bytes(16, "little")
+        sampling = Sampling(temperature=0.0, max_tokens=self.tokens, seed=number)
+        self.engine.post(CLIENT, Submit(name, "query", self.prompt, digest, sampling=sampling))
+
+    def closed(self, number: int, clients: int, first: int = 0) -> float:
+        """Seconds for `number` requests with `clients` of them always open."""
+        begun = time.perf_counter()
+        for i in range(number):
+            if i >= clients:
+                self._done.acquire()
+            self.send(first + i)
+        for _ in range(min(clients, number)):
+            self._done.acquire()
+        return time.perf_counter() - begun
+
+    def open(self, number: int, rate: float, first: int = 0) -> float:
+        """Seconds for `number` requests that arrive at `rate` per second."""
+        chance, begun = random.Random(0), time.perf_counter()
+        due = begun
+        for i in range(number):
+            due += chance.expovariate(rate)
+            time.sleep(max(0.0, due - time.perf_counter()))
+            self.send(first + i)
+        for _ in range(number):
+            self._done.acquire()
+        return time.perf_counter() - begun
+
+    def measure(self, number: int, clients: int, rate: float) -> dict[str, float]:
+        warm = max(4, clients)
+        self.closed(warm, clients, first=1 << 20)
+        before = self.engine.status()
+        self.begun.clear()
+        self.ended.clear()
+        seconds = self.open(number, rate) if rate else self.closed(number, clients)
+        latency = sorted(self.ended[name] - self.begun[name] for name in self.ended)
+        status = self.engine.status()
+        hits = status.prefix_hits - before.prefix_hits
+        return {
+            "requests_per_s": number / seconds,
+            "p50_ms": 1e3 * latency[len(latency) // 2],
+            "p99_ms": 1e3 * latency[len(latency) * 99 // 100],
+            "hit_rate": hits / max(1, hits + status.prefix_misses - before.prefix_misses),
+        }
+
+
+def main() -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("--workload", choices=sorted(TOKENS), default="direct")
+    parser.add_argument("--clients", default="1,16,64", help="open requests of the closed loop")
+    parser.add_argument("--rate", type=float, default=0.0, help="requests per second of an open loop instead")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--no-prefix-cache", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    model, results = load_any(options), []
+    print(f"{options.workload}: {TOKENS[options.workload]} tokens out, picture {PICTURE[1]} x {PICTURE[0]}")
+    for clients in map(int, options.clients.split(",")):
+        load = Workload(options, model, rows=clients)
+        load.engine.start()
+        result = load.measure(options.requests, clients, options.rate)
+        load.engine.stop()
+        results.append({"clients": clients, "rate": options.rate} | result)
+        print(
+            f"clients {clients:>3}  {result['requests_per_s']:>7.1f} requests/s  p50 {result['p50_ms']:>7.1f} ms  "
+            f"p99 {result['p99_ms']:>7.1f} ms  prefix hits {result['hit_rate']:.0%}",
+            flush=True,
+        )
+    print(json.dumps({"benchmark": "requests", "workload": options.workload, "results": results}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
