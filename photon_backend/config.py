@@ -45,6 +45,7 @@ class Settings(msgspec.Struct, frozen=True):
     max_image_bytes: int = 20 * 1024 * 1024  # encoded
     max_image_pixels: int = 50_000_000  # read from the header, before decoding
     max_open_requests: int = 256  # of one front end; more are refused
+    waiting_pictures: int = 8  # pictures of the largest size that may wait in a front end; more are refused
     decode_threads: int = 2  # threads of a front end that decode pictures
 
 

@@ -51,7 +51,6 @@ CANCEL_POLL_MS = 50  # how often open requests are asked whether their client ha
 CANCEL_POLL_MAX = 64  # of them at a time: one question costs 15 to 45 us
 REPORT_S = 0.5  # how often the numbers of this front end are sent to the publisher
 IDLE_MS = 500  # the longest sleep of the owner
-WAITING_PICTURES = 8  # pictures of the largest size that may wait in a front end before it refuses more
 STOPPING = "the server is stopping"
 FIRST_BEAT_S = 5.0  # how long loading waits for an engine, so that a loaded model answers
 
@@ -188,7 +187,7 @@ class Handler:
             raise unavailable(f"this front end already has {len(self._open)} requests", 1)
 
     def _admit_image(self, image_bytes: int) -> None:
-        limit = WAITING_PICTURES * self._settings.max_image_bytes
+        limit = self._settings.waiting_pictures * self._settings.max_image_bytes
         if self._image_bytes and self._image_bytes + image_bytes > limit:
             raise unavailable(f"pictures of {self._image_bytes} bytes are waiting in this front end", 1)
 
