@@ -23,11 +23,12 @@ MAX_CHOICES = 1024
 _ONE = ("additionalItems", "additionalProperties", "items")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_PLAIN = """
+_PLAIN_WORDS = """
     $anchor $comment $id $ref $schema const contentEncoding contentMediaType default deprecated description
     discriminator enum examples exclusiveMaximum exclusiveMinimum format id maxItems maxLength maxProperties maximum
     minItems minLength minProperties minimum multipleOf pattern readOnly required title type writeOnly
 """
+_PLAIN = frozenset(_PLAIN_WORDS.split())
 
 _LARK_REFUSED = (
     (re.compile(r"<[\[|]"), "tokens by name or number, such as <|name|> or <[1]>"),
@@ -89,7 +90,7 @@ def _check_keywords(spec: GrammarSpec, schema: Any, root: bool = False) -> None:
         elif keyword in _NAMED:
             for inner in value.values() if isinstance(value, dict) else []:
                 _check_keywords(spec, inner)
-        elif keyword not in _PLAIN.split() and (not keyword.startswith("x-") or keyword == "x-guidance"):
+        elif keyword not in _PLAIN and (not keyword.startswith("x-") or keyword == "x-guidance"):
             raise refuse(spec, f"the keyword {keyword!r} is not supported")
 
 

@@ -58,9 +58,9 @@ def _schema(schema: Any) -> Node:
         raise NotRegular("any value")
     keywords = set(schema) - _ANNOTATIONS - {"$schema"}
     if keywords <= {"enum", "type"} and "enum" in keywords:
-        return _either(_constant(value, schema) for value in schema["enum"] if _has_type(value, schema))
+        return _either(_constant(value) for value in schema["enum"] if _has_type(value, schema))
     if keywords <= {"const", "type"} and "const" in keywords and _has_type(schema["const"], schema):
-        return _constant(schema["const"], schema)
+        return _constant(schema["const"])
     if keywords == {"anyOf"}:
         return _either(_schema(inner) for inner in schema["anyOf"])
     types = schema.get("type")
@@ -89,7 +89,7 @@ def _has_type(value: Any, schema: dict[str, Any]) -> bool:
     return kinds[type(value)] in names
 
 
-def _constant(value: Any, schema: dict[str, Any]) -> Node:
+def _constant(value: Any) -> Node:
     if isinstance(value, str):
         return Concat((literal('"'), quoted(literal(value)), literal('"')))
     if type(value) is int and abs(value) > _LARGEST:

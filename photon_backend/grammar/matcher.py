@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,8 +74,7 @@ class Vocabulary:
         self.tokens: LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=ids.eos_id)
         self.executor: LLExecutor = library.LLExecutor()
         self.new_matcher = library.LLMatcher
-        control = {ids.bos_id, ids.answer_id, ids.thinking_id, ids.coord_id, ids.size_id}
-        control |= {ids.start_ground_points_id, ids.end_ground_id}
+        control = set(ids.control_ids)
         control |= {token for token in range(size) if self.tokens.is_special_token(token)}
         control |= {added["id"] for added in json.loads(text).get("added_tokens") or []}  # text has other spellings
         bits = np.ones(-(-size // 32) * 32, np.uint8)
@@ -129,9 +128,6 @@ class LibraryMatcher:
         line &= self._vocabulary.ordinary
         self._look_at_error(line)
 
-    def copy(self) -> LibraryMatcher:
-        return LibraryMatcher(self._matcher.deep_copy(), self._vocabulary)
-
     def advance(self, token: int) -> None:
         self._matcher.consume_token(token)
 
@@ -149,8 +145,3 @@ class LibraryMatcher:
         if self._matcher.is_error():
             self.failure = _sentence(self._matcher.get_error()) or "its matcher stopped"
             line[:] = 0
-
-
-def legal_ids(line: np.ndarray) -> Iterable[int]:
-    """Ids of the set bits, ascending."""
-    return np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little")).tolist()

@@ -32,17 +32,15 @@ def read_spelling(checkpoint: Path, config: ModelConfig) -> Spelling | None:
             words[token] = bytes(byte_of[c] for c in piece)
     for added in spec.get("added_tokens") or []:
         words[added["id"]] = b""
-    ids = config.tokenizer
-    for token in (ids.bos_id, ids.eos_id, ids.answer_id, ids.thinking_id, ids.coord_id, ids.size_id):
+    for token in config.tokenizer.control_ids:
         words[token] = b""
-    words[ids.start_ground_points_id] = words[ids.end_ground_id] = b""
     size = config.text.vocab_size
     table = np.zeros((size, max(map(len, words.values()))), np.uint8)
     lengths = np.zeros(size, np.int64)
     for token, word in words.items():
         table[token, : len(word)] = np.frombuffer(word, np.uint8)
         lengths[token] = len(word)
-    return Spelling(table, lengths, ids.eos_id)
+    return Spelling(table, lengths, config.tokenizer.eos_id)
 
 
 def _byte_of_character() -> dict[str, int]:

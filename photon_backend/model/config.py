@@ -112,6 +112,14 @@ class TokenizerConfig(msgspec.Struct, frozen=True):
     end_ground_id: int = 9
     templates: Templates = Templates()
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that stand for no text: eos ends an answer, the others are the model's own structure."""
+        marks = (self.start_ground_points_id, self.end_ground_id)
+        return frozenset(
+            (self.bos_id, self.eos_id, self.answer_id, self.thinking_id, self.coord_id, self.size_id, *marks)
+        )
+
 
 class ModelConfig(msgspec.Struct, frozen=True):
     text: TextConfig = TextConfig()

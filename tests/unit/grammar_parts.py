@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
-import sys
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -12,11 +13,8 @@ import numpy as np
 
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.grammar.constraint import Constraint, TokenAutomaton
-from photon_backend.grammar.matcher import legal_ids
 from photon_backend.grammar.spelling import Spelling, read_spelling
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
-from tiny_checkpoint import CONFIG, TOKENIZER
+from tests.model.tiny_checkpoint import CONFIG, TOKENIZER
 
 MAX_WORDS = 1 << 22
 EOS = CONFIG.tokenizer.eos_id
@@ -26,6 +24,7 @@ EOS = CONFIG.tokenizer.eos_id
 def checkpoint_directory() -> Path:
     """config.json and tokenizer.json, no weights."""
     directory = Path(tempfile.mkdtemp(prefix="grammar-"))
+    atexit.register(shutil.rmtree, directory)
     (directory / "config.json").write_bytes(msgspec.json.encode(CONFIG))
     (directory / "tokenizer.json").write_bytes(TOKENIZER.read_bytes())
     return directory
@@ -43,6 +42,11 @@ def make_spelling() -> Spelling:
 
 def empty_line() -> np.ndarray:
     return np.zeros(-(-CONFIG.text.vocab_size // 32), np.int32)
+
+
+def legal_ids(line: np.ndarray) -> list[int]:
+    """Ids of the set bits, ascending."""
+    return np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little")).tolist()
 
 
 def is_legal(line: np.ndarray, token: int) -> bool:
@@ -87,6 +91,3 @@ def runs_through(automaton: TokenAutomaton, tokens: list[int]) -> bool:
             return False
         state = int(automaton.next_state[state, automaton.classes[token]])
     return is_legal(automaton.masks[state], EOS)
-
-
-__all__ = ["EOS", "MAX_WORDS", "Letters", "empty_line", "is_legal", "legal_ids", "make_grammars", "make_spelling"]

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from photon_backend.grammar.automaton import MAX_STATES, compile_automaton
 from photon_backend.grammar.compiler import Grammars
+from photon_backend.grammar.constraint import Matcher
 from photon_backend.grammar.dfa import Dfa, TooLarge, build_dfa, utf8_sequences
+from photon_backend.grammar.matcher import LibraryMatcher
 from photon_backend.grammar.regular import NotRegular, parse_regex, parse_search
 from photon_backend.protocol import GrammarSpec
 from tests.unit.front_end_parts import fuzz
@@ -91,6 +93,11 @@ def grammars() -> Grammars:
     return make_grammars()
 
 
+def copy_of(matcher: Matcher) -> LibraryMatcher:
+    assert isinstance(matcher, LibraryMatcher)
+    return LibraryMatcher(matcher._matcher.deep_copy(), matcher._vocabulary)
+
+
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.text[:40])
 def test_masks_equal_the_library_in_every_state(grammars: Grammars, spec: GrammarSpec) -> None:
     """A matcher is led to each state that tokens can reach, along one way."""
@@ -106,7 +113,7 @@ def test_masks_equal_the_library_in_every_state(grammars: Grammars, spec: Gramma
         for token in legal_ids(line):
             following = int(automaton.next_state[state, automaton.classes[token]])
             if token != EOS and following not in matchers:
-                matchers[following] = matchers[state].copy()
+                matchers[following] = copy_of(matchers[state])
                 matchers[following].advance(token)
                 todo.append(following)
     assert len(matchers) > 0.6 * len(automaton.masks)  # the rest lies inside characters that no token begins

@@ -130,7 +130,17 @@ def test_a_hot_grammar_is_spread_over_prototypes(grammars) -> None:
     assert all((line == lines[0]).all() for line in lines)
 
 
-def test_the_first_mask_of_a_copy_is_warm(grammars) -> None:
-    """The prototype has been asked before it is copied, so its lexer knows the first states already."""
+def test_a_prototype_is_asked_before_it_is_copied(grammars, monkeypatch) -> None:
+    """So its lexer knows the first states, and the first mask of a copy is as quick as the later ones."""
+    asked = []
+    fill = LibraryMatcher.fill
+
+    def counting(matcher, line) -> None:
+        asked.append(matcher._matcher)
+        fill(matcher, line)
+
+    monkeypatch.setattr(LibraryMatcher, "fill", counting)
     prototypes = Prototypes(ANY_STRING, grammars.vocabulary())
-    assert prototypes._prototypes[0].deep_copy().compute_bitmask() == prototypes._prototypes[0].compute_bitmask()
+    for _ in range(COPIES + 1):
+        prototypes.matcher()
+    assert asked == prototypes._prototypes and len(asked) == 2
