@@ -14,10 +14,11 @@ SUFFIX = ".alive"
 
 
 class Sign:
-    """Shown until `withdraw`, which an orderly end calls."""
+    """Shown until `withdraw`, which an orderly end calls. While Triton reloads a model, the old and the new stub have
+    the same name; their signs have not."""
 
     def __init__(self, run_dir: str, name: str) -> None:
-        self._path = Path(run_dir) / f"{name}{SUFFIX}"
+        self._path = Path(run_dir) / f"{name}@{os.getpid()}{SUFFIX}"
         unlocked = self._path.with_suffix(".new")
         self._fd = lock(unlocked)
         unlocked.rename(self._path)  # never seen unlocked
@@ -29,7 +30,7 @@ class Sign:
 
 def dead(run_dir: Path) -> list[str]:
     """Names of those that ended without withdrawing their sign."""
-    return [path.stem for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
+    return [path.name.split("@")[0] for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
 
 
 def lock(path: Path) -> int:
