@@ -4,13 +4,14 @@ Invariants
 - P7: a request is in `_open` from its Submit to its one Done or Failed, and `_end` is the only way out.
 - A picture is asked for once per prefix, from the request that will bring it (`_bringer`). When that one goes away, or
   the prefix was evicted before others could use it, the next one that needs it is asked.
+- `_deadlines` holds open requests only: a client may set one of a day, and an ended request must not stay that long.
 - Only a request that is not finished gets tokens; a zombie's tokens are dropped here.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
+from bisect import insort
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -67,7 +68,7 @@ class Book:
         self._open: dict[tuple[bytes, str], Sequence] = {}
         self._bringer: dict[object, Sequence] = {}
         self._outbox: dict[bytes, list[FromEngine]] = {}
-        self._deadlines: list[tuple[float, int, Sequence]] = []
+        self._deadlines: list[tuple[float, int, Sequence]] = []  # the next one first
         self._order = count()
         self._drops_seen = 0
         self._counts = Status()
@@ -115,7 +116,7 @@ class Book:
         self._open[client, request.request_id] = sequence
         self._scheduler.add(sequence)
         if sequence.deadline < float("inf"):
-            heapq.heappush(self._deadlines, (sequence.deadline, next(self._order), sequence))
+            insort(self._deadlines, (sequence.deadline, next(self._order), sequence))
         self._ask(sequence)
         if request.grammar is not None and self._constraints is not None:
             self._constraints.start(sequence)
@@ -199,9 +200,7 @@ class Book:
 
     def expire(self, now: float) -> None:
         while self._deadlines and self._deadlines[0][0] <= now:
-            sequence = heapq.heappop(self._deadlines)[2]
-            if not sequence.finished:
-                self._end(sequence, "deadline", now)
+            self._end(self._deadlines[0][2], "deadline", now)
 
     def next_deadline(self) -> float:
         """Monotonic seconds, or infinity."""
@@ -226,6 +225,8 @@ class Book:
     def _end(self, sequence: Sequence, reason: FinishReason | str, now: float, failed: Failed | None = None) -> None:
         """The one way out of the book."""
         del self._open[sequence.client, sequence.request.request_id]
+        if sequence.deadline < float("inf"):
+            self._deadlines = [entry for entry in self._deadlines if entry[2] is not sequence]
         sequence.finished = reason
         self._counts.failed += reason == "failed"
         self._counts.cancelled += reason == "cancelled"

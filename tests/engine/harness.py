@@ -96,6 +96,7 @@ class Bench:
         engine = self.engine
         assert not engine.scheduler.running and not engine.scheduler.waiting and not len(engine.pipeline)
         assert engine.book.num_open == 0 and engine.book.num_bringers == 0
+        assert engine.book.next_deadline() == float("inf"), "a deadline outlived its request"
         engine.cache.clear()
         assert engine.pool.num_used == 0
         status = engine.book.status()
