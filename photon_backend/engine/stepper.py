@@ -190,7 +190,8 @@ def _prefill_row(admission: Admission, free_row: tuple[int, int, int]) -> Prefil
 
 
 def default_num_pages(model: Moondream, settings: Settings) -> int:
-    """Pages when the settings give none: every row with a full context, within the memory that is meant for it."""
+    """Pages when the settings give none: twice what full contexts in all rows need, so that prefixes stay cached, but
+    within the memory that is meant for it (2 GiB on a CPU, `kv_fraction` on a GPU), and enough for one full row."""
     per_row = -(-model.config.text.max_context // settings.page_size)
     device, dtype = model.text.wte.device, model.text.wte.dtype
     if device.type == "cuda":

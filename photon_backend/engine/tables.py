@@ -1,6 +1,9 @@
 """The tables of token automata on the device: one buffer for all grammars, so graphs and kernels know one address.
 
-A grammar takes one block of the int32 buffer:  classes [V] | masks [S, ceil(V / 32)] | next_state [S, K].
+A grammar takes one block of the int32 buffer:
+
+    classes [V] | masks [states, ceil(V / 32)] | next_state [states, classes]
+
 The block at 0 is for rows without an automaton: one state, in which every token is legal.
 
 Blocks are shared by the requests of one grammar and counted. One that nobody uses stays until its room is needed, the
@@ -34,7 +37,7 @@ class Block:
 
     @property
     def row_values(self) -> tuple[int, int, int]:
-        """(base, next_base, K): what a row must know."""
+        """(base, next_base, number of classes): what a row must know."""
         return self.base, self.next_base, self.automaton.next_state.shape[1]
 
 
@@ -113,25 +116,25 @@ class RowAutomata:
     def __init__(self, tables: AutomatonTables, rows: int) -> None:
         device = tables.buffer.device
         self.tables = tables
-        self.place = torch.zeros(rows, 3, dtype=torch.int64, device=device)  # row_values of each row
+        self.row_values = torch.zeros(rows, 3, dtype=torch.int64, device=device)  # of each row's block
         self.state = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.place[:] = torch.tensor(tables.free_row, device=device)
+        self.row_values[:] = torch.tensor(tables.free_row, device=device)
         self._word = torch.arange(tables.mask_words, device=device)
 
-    def start(self, row: Tensor, place: Tensor) -> None:
+    def start(self, row: Tensor, row_values: Tensor) -> None:
         """Rows int64 [B] begin anew with row_values int64 [B, 3]."""
-        self.place[row] = place
+        self.row_values[row] = row_values
         self.state[row] = 0
 
     def masks(self, row: Tensor, bound: Tensor, vocabulary: int) -> Tensor:
         """Legal ids of rows int64 [B]: int32 [B, ceil(V / 32)]."""
-        first = self.place[row, 0] + vocabulary + self.state[row] * self.tables.mask_words
+        first = self.row_values[row, 0] + vocabulary + self.state[row] * self.tables.mask_words
         masks = self.tables.buffer[first[:, None] + self._word]
         return torch.where(bound[:, None], masks, ALL_LEGAL)
 
     def advance(self, row: Tensor, bound: Tensor, ids: Tensor) -> None:
         """Moves the automata of rows int64 [B] by their sampled ids int64 [B]."""
-        base, next_base, num_classes = self.place[row].unbind(1)
+        base, next_base, num_classes = self.row_values[row].unbind(1)
         state = self.state[row]
         token_class = self.tables.buffer[base + ids].long()
         following = self.tables.buffer[next_base + state * num_classes + token_class].long()

@@ -44,7 +44,7 @@ def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> TokenAutoma
     if num_states * words + len(spelling.lengths) > max_words:
         raise TooLarge(f"masks of {num_states} states need more than {max_words} words")
     classes, columns = _classes(dfa, spelling, max_words // num_states)
-    reached = columns.T  # [S, K], -1: not legal
+    reached = columns.T  # [states, classes], -1: not legal
     masks = _masks(reached >= 0, classes, dfa.accepting, spelling.eos_id)
     if not masks.any(axis=1).all():
         raise NotRegular("the vocabulary cannot spell it")
@@ -57,12 +57,13 @@ def token_automaton(dfa: Dfa, spelling: Spelling, max_words: int) -> TokenAutoma
 
 
 def _classes(dfa: Dfa, spelling: Spelling, max_columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """The class of each token, int32 [V], and the state that each class leads to from each state, int32 [K, S].
+    """The class of each token, int32 [V], and the state that each class leads to from each state: [classes, states].
 
     Class 0 holds the tokens that are legal nowhere.
     """
     num_states, num_classes = dfa.next_state.shape
-    step = np.vstack([dfa.next_state, np.full((1, num_classes), -1, np.int32)]).T.copy()  # [C, S + 1]: -1 leads to -1
+    nowhere = np.full((1, num_classes), -1, np.int32)  # state -1 leads to itself
+    move = np.vstack([dfa.next_state, nowhere]).T.copy()  # [byte classes, states + 1]
     classes = np.zeros(len(spelling.lengths), np.int32)
     found = [np.full(num_states, -1, np.int32)]
     index = {found[0].tobytes(): 0}
@@ -74,7 +75,7 @@ def _classes(dfa: Dfa, spelling: Spelling, max_columns: int) -> tuple[np.ndarray
         ways, way = np.unique(group * num_classes + symbol, return_inverse=True)
         if len(ways) > 8 * max_columns:
             raise TooLarge(f"tokens go more than {8 * max_columns} ways")
-        columns, merged = _distinct(step[(ways % num_classes)[:, None], columns[ways // num_classes]])
+        columns, merged = _distinct(move[(ways % num_classes)[:, None], columns[ways // num_classes]])
         group = merged[way]
         ends = spelling.lengths[tokens] == position + 1
         number = np.zeros(len(columns), np.int32)
@@ -92,7 +93,7 @@ def _classes(dfa: Dfa, spelling: Spelling, max_columns: int) -> tuple[np.ndarray
 
 
 def _distinct(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The distinct lines of int32 [N, S], and for each line its number among them.
+    """The distinct lines of int32 [lines, states], and for each line its number among them.
 
     Sorting lines is slow, so they are told apart by a 64-bit hash, and compared with what they are merged with.
     """
@@ -103,7 +104,8 @@ def _distinct(lines: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _masks(legal: np.ndarray, classes: np.ndarray, accepting: np.ndarray, eos_id: int) -> np.ndarray:
-    """int32 [S, ceil(V / 32)] from bool [S, K]; some states at a time, since a bool per state and token is large."""
+    """int32 [states, ceil(V / 32)] from bool [states, classes]; some states at a time: a bool per state and token is
+    large."""
     size = len(classes)
     masks = np.zeros((len(legal), -(-size // 32)), np.int32)
     bits = np.zeros((64, masks.shape[1] * 32), bool)

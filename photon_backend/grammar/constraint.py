@@ -35,9 +35,9 @@ class Matcher(Protocol):
 class TokenAutomaton:
     """A state machine over token ids, as tables.
 
-    masks     int32 [S, ceil(V / 32)]  legal ids of each state, eos where the answer may end
-    classes   int32 [V]                tokens with equal columns of `next_state` share a class
-    next_state  int32 [S, K]           a transition that is not legal stays where it is
+    masks       int32 [states, ceil(V / 32)]  legal ids of each state, eos where the answer may end
+    classes     int32 [V]                     tokens with equal columns of `next_state` share a class
+    next_state  int32 [states, classes]       a transition that is not legal stays where it is
     The start is state 0.
     """
 

@@ -27,7 +27,8 @@ class TooLarge(Exception):
 
 @dataclass(frozen=True)
 class Dfa:
-    """State 0 is the start. next_state int32 [S, C], -1: no way; byte_class uint8 [256]; accepting bool [S]."""
+    """State 0 is the start. next_state int32 [states, byte classes], -1: no way; byte_class uint8 [256]; accepting bool
+    [states]."""
 
     next_state: np.ndarray
     byte_class: np.ndarray
@@ -157,17 +158,17 @@ def _determinise(nfa: _Nfa, start: int, max_states: int) -> Dfa:
     first = {b: int(byte_class[b]) for b in borders} | {256: len(borders)}
     sets = [nfa.closure(start)]
     index = {sets[0]: 0}
-    rows: list[list[int]] = []
-    while len(rows) < len(sets):
+    lines: list[list[int]] = []  # of next_state
+    while len(lines) < len(sets):
         moves: dict[int, set[int]] = {}
-        for state in sets[len(rows)]:
+        for state in sets[len(lines)]:
             for low, high, target in nfa.edges[state]:
                 reached = nfa.closure(target)
                 symbols = range(first[low], first[high + 1])
                 nfa.spend(len(symbols) * len(reached))
                 for c in symbols:
                     moves.setdefault(c, set()).update(reached)
-        row = [-1] * len(borders)
+        line = [-1] * len(borders)
         for c, states in moves.items():
             reached = frozenset(states)
             if reached not in index:
@@ -175,8 +176,8 @@ def _determinise(nfa: _Nfa, start: int, max_states: int) -> Dfa:
                     raise TooLarge(f"more than {max_states} states")
                 index[reached] = len(sets)
                 sets.append(reached)
-            row[c] = index[reached]
-        rows.append(row)
+            line[c] = index[reached]
+        lines.append(line)
         time.sleep(0)
     accepting = np.array([nfa.end in states for states in sets])
-    return Dfa(np.array(rows, np.int32), byte_class, accepting)
+    return Dfa(np.array(lines, np.int32), byte_class, accepting)
