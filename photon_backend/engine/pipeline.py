@@ -98,14 +98,14 @@ class Pipeline:
 
     def commit_oldest(self) -> Step:
         """The oldest step, which must be sampled; its slot stays taken until `retire`."""
-        step = self._steps[0]
+        step = self.oldest
         assert step.state is StepState.SAMPLED
         step.state = StepState.COMMITTING
         return step
 
     def retire(self, step: Step) -> list[Sequence]:
         """Frees the slot of a committed step and returns its sequences that may be released now."""
-        assert step is self._steps[0] and step.state is StepState.COMMITTING
+        assert step is self.oldest and step.state is StepState.COMMITTING
         self._steps.popleft()
         self._free_slots.append(step.slot)
         step.state = StepState.RETIRED

@@ -76,7 +76,7 @@ class Scheduler:
 
     def plan(self, step_index: int) -> Plan | None:
         """The next step, or None when nothing can be launched. Prefills are admitted here, with row and pages."""
-        decodable = [s for s in self.running.values() if s.launchable and 0 <= s.inflight < NUM_SLOTS]
+        decodable = [s for s in self.running.values() if s.launchable and s.inflight < NUM_SLOTS]
         if not (decodable and self._last_kind == "prefill"):
             admissions = self._admit(step_index)
             if admissions:
