@@ -19,7 +19,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import zmq
@@ -33,8 +33,8 @@ ENDS: tuple[tuple[Outcome, str], ...] = (
     ("ok", "length"),
     ("ok", "deadline"),
     ("cancelled", "cancelled"),
-    *(("failed", code) for code in ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")),
-    *(("refused", code) for code in ("INVALID_ARG", "UNAVAILABLE", "INTERNAL")),
+    *(("failed", code) for code in get_args(ErrorCode)),
+    *(("refused", code) for code in get_args(ErrorCode)),
 )
 
 _TIMES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)

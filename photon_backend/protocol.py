@@ -22,7 +22,7 @@ own: a supervisor passes it on for a client that has lost, or shares, the stream
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -30,7 +30,7 @@ Task = Literal["query", "caption", "detect", "point"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 ErrorCode = Literal["INVALID_ARG", "UNAVAILABLE", "INTERNAL"]
 
-TASKS: tuple[Task, ...] = ("query", "caption", "detect", "point")
+TASKS: tuple[Task, ...] = get_args(Task)
 
 
 class PhotonError(Exception):

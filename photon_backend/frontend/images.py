@@ -40,8 +40,6 @@ warnings.filterwarnings("ignore", module=r"PIL\.")
 class EncodedImage(msgspec.Struct, frozen=True):
     data: bytes  # of the picture file
     digest: bytes  # 16 bytes, of the preprocessing version and all of `data`
-    width: int  # as stored, before any orientation tag
-    height: int
 
 
 def read_image(payload: bytes, settings: Settings) -> EncodedImage:
@@ -55,9 +53,9 @@ def read_image(payload: bytes, settings: Settings) -> EncodedImage:
     data = _file_bytes(payload)
     if len(data) > limit:
         raise invalid(f"image has {len(data)} bytes; at most {limit} are accepted")
-    width, height = _size(data, settings.max_image_pixels)
+    _check_size(data, settings.max_image_pixels)
     digest = hashlib.blake2b(PREPROCESSING_VERSION.encode() + b"\0" + data, digest_size=16).digest()
-    return EncodedImage(data, digest, width, height)
+    return EncodedImage(data, digest)
 
 
 def decode_image(data: bytes) -> np.ndarray:
@@ -117,7 +115,7 @@ def _opened(data: bytes) -> Image.Image | None:
         return None
 
 
-def _size(data: bytes, max_pixels: int) -> tuple[int, int]:
+def _check_size(data: bytes, max_pixels: int) -> None:
     try:
         image = _opened(data)
     except Image.DecompressionBombError:
@@ -132,7 +130,6 @@ def _size(data: bytes, max_pixels: int) -> tuple[int, int]:
         raise invalid(f"image has {width} x {height} pixels; at most {max_pixels} in all are accepted")
     if max(width, height) > MAX_ASPECT * min(width, height):
         raise invalid(f"image of {width} x {height} pixels is too narrow; at most 1 to {MAX_ASPECT} is accepted")
-    return width, height
 
 
 def _upright(image: Image.Image) -> Image.Image:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -160,9 +160,9 @@ def short_repr(value: object, limit: int = 60) -> str:
 def _task(task: str | None) -> Task:
     if task is None:
         return "query"
-    if task not in get_args(Task):
+    if task not in TASKS:
         raise invalid(f"task must be one of {', '.join(TASKS)}, got {short_repr(task)}")
-    return task  # type: ignore[return-value]
+    return task
 
 
 def _text(text: str | None, task: Task) -> str:

@@ -34,11 +34,6 @@ class TextTokenizer:
         """Text of the ids; special ids are left out, bytes that are no UTF-8 become U+FFFD."""
         return self._decoder.decode(list(ids))
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids that have a spelling, added tokens included. The model's own vocabulary may be padded beyond it."""
-        return self._decoder.get_vocab_size()
-
 
 def _without_added_tokens(spec: dict[str, Any]) -> dict[str, Any]:
     """The same tokenizer without its added tokens, truncation and padding.

@@ -1,6 +1,6 @@
 """Checkpoints in and out, strictly: what does not fit is refused and named.
 
-Two layouts are read (MODEL.md): the present names, with or without a leading `model.`, and the older ones
+Two layouts are read: the present names, with or without a leading `model.`, and the older ones
 (`text_model.`, `vision_encoder.`, `region_model.`), which are renamed; `._orig_mod` is dropped from either. Tensors go
 from the file straight to the device and dtype; the modules are built on the meta device, so no weight exists twice.
 """

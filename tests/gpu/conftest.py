@@ -7,6 +7,15 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
+from tiny_checkpoint import write_checkpoint
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory)
+    return directory
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

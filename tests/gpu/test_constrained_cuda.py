@@ -9,7 +9,6 @@ import msgspec
 import pytest
 import torch
 from harness import Bench, request
-from tiny_checkpoint import write_checkpoint
 
 from photon_backend.protocol import GrammarSpec
 
@@ -25,13 +24,6 @@ SPECS = [
     GrammarSpec("regex", r"[0-9]{4}-[01][0-9]-[0-3][0-9]"),
     GrammarSpec("json_schema", json.dumps(SCENE)),
 ]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(directory)
-    return directory
 
 
 def told_by(checkpoint: Path, device: str, delay=None, **settings) -> dict:

@@ -9,17 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from harness import Bench, request
-from tiny_checkpoint import write_checkpoint
 
 NUMBER = 24
 CYCLES = 3_000_000  # about 1.5 ms
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("checkpoint")
-    write_checkpoint(directory)
-    return directory
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ def _cases_of(name: str) -> list[Case]:
 def prompt(
     case: Case, config: ModelConfig, tokenizer: TextTokenizer
 ) -> tuple[list[int], list[float], list[tuple[float, float]]]:
-    """Ids, coordinate values and sizes of a case, laid out as MODEL.md describes."""
+    """Ids, coordinate values and sizes of a case, laid out as the reference does it."""
     ids, templates = config.tokenizer, config.tokenizer.templates
     assert templates.caption and templates.query and templates.detect and templates.point
     if case.task == "caption":
