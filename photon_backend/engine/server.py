@@ -202,8 +202,10 @@ def main() -> int:
     status = server.run()
     if status == EXIT_STUCK:
         faulthandler.dump_traceback()
-        os._exit(status)  # an orderly end would wait for the thread or the device that hangs
-    return status
+    # Everything is said and sent. The interpreter's own end would take torch apart, which costs seconds on a busy
+    # machine, longer than Triton waits, and would wait for a thread or a device that hangs.
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _for_index(settings: Settings, index: int) -> Settings:
