@@ -1,8 +1,8 @@
 """`make demo`: a real Triton server, the bundled model, one picture, questions through gRPC and HTTP.
 
-Everything asked has a known answer, and the exit code says whether all of them were right. Pictures lie in
-`tiny/pictures`, each beside a JSON file of the same name with what is true of it: `items` (kind, color, box) and
-`printed` (text, or null).
+Everything asked has a known answer, and the exit code says whether all of them were right. A picture lies beside a JSON
+file of the same name with what is true of it, as `tiny/pictures.py` writes it; read here are `objects` (kind, box),
+`text` (or null) and `queries` (question, answer).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from PIL import Image
 
 from photon_backend.layout import LaunchError
 from photon_backend.serve import Server, start_server
+from photon_backend.tiny.pictures import DIRECTORY
+from photon_backend.tiny.scenes import Box, iou
 
-PICTURES = Path(__file__).parent / "tiny" / "pictures"
 OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}  # greedy: the same answer every time
-Box = tuple[float, float, float, float]  # x_min, y_min, x_max, y_max in 0..1
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ def richest_picture() -> Path:
         document = json.loads(picture.with_suffix(".json").read_text())
         return document["text"] is not None, len(document["objects"])
 
-    pictures = sorted(PICTURES.glob("*.png"))
+    pictures = sorted(DIRECTORY.glob("*.png"))
     if not pictures:
-        raise FileNotFoundError(f"no pictures in {PICTURES}")
+        raise FileNotFoundError(f"no pictures in {DIRECTORY}")
     return max(pictures, key=riches)
 
 
@@ -148,7 +148,7 @@ class Demo:
 def _right_boxes(objects: list[dict[str, float]], truth: list[Box]) -> bool:
     """As many as there are, and one on each: intersection over union at least 0.5."""
     found = [(box["x_min"], box["y_min"], box["x_max"], box["y_max"]) for box in objects]
-    return len(found) == len(truth) and all(any(_overlap(box, other) >= 0.5 for other in found) for box in truth)
+    return len(found) == len(truth) and all(any(iou(box, other) >= 0.5 for other in found) for box in truth)
 
 
 def _right_points(points: list[dict[str, float]], truth: list[Box]) -> bool:
@@ -156,15 +156,6 @@ def _right_points(points: list[dict[str, float]], truth: list[Box]) -> bool:
     return len(points) == len(truth) and all(
         any(box[0] <= point["x"] <= box[2] and box[1] <= point["y"] <= box[3] for point in points) for box in truth
     )
-
-
-def _overlap(one: Box, other: Box) -> float:
-    """Intersection over union."""
-    width = min(one[2], other[2]) - max(one[0], other[0])
-    height = min(one[3], other[3]) - max(one[1], other[1])
-    shared = max(width, 0.0) * max(height, 0.0)
-    areas = [(box[2] - box[0]) * (box[3] - box[1]) for box in (one, other)]
-    return shared / (sum(areas) - shared)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from photon_backend.tiny.spelling import NONE, Encoder, Spelling
 
 SEED_STRIDE = 1 << 40  # scenes of training seed s are s * SEED_STRIDE + 0, 1, 2, ...
 PADDING_SEGMENT = 255
-TEXT_SLOTS = 5  # letters of the longest printed text
+MAX_LETTERS = 5  # letters of the longest printed text
 ALIGNMENT = 64  # bytes; of each array in a packed batch
 Layout = dict[str, tuple[str, tuple[int, ...], int]]  # name: dtype, shape, first byte
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -187,8 +187,8 @@ def _cells(scene: Scene, grid: int) -> dict[str, np.ndarray]:
     """What the picture shows at the middle of each of its G x G cells: targets of the auxiliary losses.
 
     kind int64 [N]: 0 background, then KINDS, then text; color and size int64 [N], NONE where there is no item;
-    box float32 [N, 4] (centre and extent, 0..1); letters int64 [N, TEXT_SLOTS], NONE where there is no text, 0 past its
-    end.
+    box float32 [N, 4] (centre and extent, 0..1); letters int64 [N, MAX_LETTERS], NONE where there is no text, 0 past
+    its end.
     """
     height, width = scene.owner.shape
     rows = ((np.arange(grid) + 0.5) / grid * height).astype(int)
@@ -207,10 +207,10 @@ def _cells(scene: Scene, grid: int) -> dict[str, np.ndarray]:
             item = scene.items[number - 1]
             kind[number], color[number] = KINDS.index(item.kind) + 1, COLORS.index(item.color)
             size[number] = SIZES.index(item.size)
-    letters = np.full((128, TEXT_SLOTS), NONE, np.int64)
+    letters = np.full((128, MAX_LETTERS), NONE, np.int64)
     if scene.printed:
         spelled = [LETTERS.index(letter) + 1 for letter in scene.printed.text]
-        letters[TEXT_OWNER] = (spelled + [0] * TEXT_SLOTS)[:TEXT_SLOTS]
+        letters[TEXT_OWNER] = (spelled + [0] * MAX_LETTERS)[:MAX_LETTERS]
     return {
         "kind": kind[owner],
         "color": color[owner],

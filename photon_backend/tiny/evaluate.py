@@ -29,9 +29,9 @@ from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.model.weights import load_model
 from photon_backend.tiny.captions import is_true
 from photon_backend.tiny.decode import Answer, Decoder
-from photon_backend.tiny.question import Box, Question
+from photon_backend.tiny.question import Question
 from photon_backend.tiny.questions import draw_question
-from photon_backend.tiny.scenes import TEXT_OWNER, Scene, make_scene
+from photon_backend.tiny.scenes import TEXT_OWNER, Box, Scene, iou, make_scene
 from photon_backend.tiny.spelling import Encoder
 
 UNSEEN = 1 << 60  # first seed; training seeds are far below
@@ -125,16 +125,6 @@ def match(said: Sequence[Box], true: Sequence[Box]) -> int:
             used_said.add(i)
             used_true.add(j)
     return len(used_said)
-
-
-def iou(one: Box, two: Box) -> float:
-    width = min(one[2], two[2]) - max(one[0], two[0])
-    height = min(one[3], two[3]) - max(one[1], two[1])
-    if width <= 0 or height <= 0:
-        return 0.0
-    shared = width * height
-    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, two))
-    return shared / (areas - shared)
 
 
 def points_hit(scene: Scene, question: Question, answer: Answer) -> bool:

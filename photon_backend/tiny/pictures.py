@@ -15,7 +15,7 @@ from PIL import Image
 
 from photon_backend.tiny import paint
 from photon_backend.tiny.captions import LENGTHS, caption
-from photon_backend.tiny.scenes import TEXT_OWNER, WIDTHS, Item, Printed, Scene
+from photon_backend.tiny.scenes import TEXT_OWNER, WIDTHS, Box, Item, Printed, Scene
 
 DIRECTORY = Path(__file__).parent / "pictures"
 
@@ -156,7 +156,7 @@ def _paint(
     middle: tuple[int, int],
     color: tuple[int, int, int],
     number: int,
-) -> tuple[float, float, float, float]:
+) -> Box:
     """Paints a mask around a point and returns its box."""
     height, width = owner.shape
     x, y = middle[0] - mask.shape[1] // 2, middle[1] - mask.shape[0] // 2

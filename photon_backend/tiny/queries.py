@@ -181,8 +181,8 @@ def ask_presence(rng: random.Random, scene: Scene) -> Question | None:
             break
     found = selector.find(scene)
     noun = rng.choice(ANY)
-    slots = {"a": with_article(selector.phrase(noun=noun)), "them": selector.phrase(True, noun)}
-    return query(rng, "presence", PRESENCE_OF, _yes(bool(found)), mark(selector.phrase(True, noun), found), **slots)
+    blanks = {"a": with_article(selector.phrase(noun=noun)), "them": selector.phrase(True, noun)}
+    return query(rng, "presence", PRESENCE_OF, _yes(bool(found)), mark(selector.phrase(True, noun), found), **blanks)
 
 
 def _ask_verify(rng: random.Random, scene: Scene) -> Question | None:

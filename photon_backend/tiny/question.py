@@ -6,9 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from photon_backend.tiny.scenes import Item, Printed
-
-Box = tuple[float, float, float, float]
+from photon_backend.tiny.scenes import Box, Item, Printed
 
 # What reasoning is made of. SEE is followed by a grounded label: its text, then a point for each thing found.
 SEE = "I see"
@@ -45,10 +43,10 @@ def mark(label: str, things: Sequence[Item | Printed]) -> Mark:
 
 
 def query(
-    rng: random.Random, category: str, phrasings: Sequence[str], answer: str, *marks: Mark, **slots: str
+    rng: random.Random, category: str, phrasings: Sequence[str], answer: str, *marks: Mark, **blanks: str
 ) -> Question:
-    """A query in one of the phrasings, with its slots filled, typed in one of the usual ways."""
-    return Question("query", category, typed(rng, rng.choice(phrasings).format(**slots)), answer, marks=marks)
+    """A query in one of the phrasings, with its blanks filled, typed in one of the usual ways."""
+    return Question("query", category, typed(rng, rng.choice(phrasings).format(**blanks)), answer, marks=marks)
 
 
 def typed(rng: random.Random, text: str) -> str:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
+from photon_backend.tiny.queries import CLEAR
 from photon_backend.tiny.question import Question, mark, query
 from photon_backend.tiny.scenes import Item, Printed, Scene
 from photon_backend.tiny.words import Selector, listing, mention, random_selector, selector_of
 
-CLEAR = 0.06
 MOST_ANSWERS = 3  # things named in one answer
 WORDING = {
     "left": ("left of", "to the left of", "on the left side of"),
@@ -79,11 +79,11 @@ def _ask_closed(rng: random.Random, scene: Scene) -> Question | None:
     distance = offset(relation, one, two)
     if first is None or second is None or abs(distance) < CLEAR:
         return None
-    slots = {"one": first.phrase(), "two": second.phrase()}
+    blanks = {"one": first.phrase(), "two": second.phrase()}
     evidence = (mark(first.phrase(), [one]), mark(second.phrase(), [two]))
     if rng.random() < 0.2:
         pair = "left or right of" if relation in ("left", "right") else "above or below"
         answer = relation if distance > 0 else OPPOSITE[relation]
-        return query(rng, "relation", ("Is the {one} {how} the {two}?",), answer, *evidence, how=pair, **slots)
+        return query(rng, "relation", ("Is the {one} {how} the {two}?",), answer, *evidence, how=pair, **blanks)
     how = rng.choice(WORDING[relation])
-    return query(rng, "relation", CLOSED, "yes" if distance > 0 else "no", *evidence, how=how, **slots)
+    return query(rng, "relation", CLOSED, "yes" if distance > 0 else "no", *evidence, how=how, **blanks)

@@ -30,16 +30,17 @@ WORDS = tuple(_WORDS.split())
 COUNT_WEIGHTS = (4, 14, 20, 21, 18, 13, 10)  # of scenes with 0, 1, ... 6 objects
 MIN_VISIBLE = 0.7  # share of an object that others may not cover
 TEXT_OWNER = 100  # of the printed text in `Scene.owner`
+Box = tuple[float, float, float, float]  # x_min, y_min, x_max, y_max in 0..1 of the picture
 
 
 @dataclass(frozen=True)
 class Item:
-    """One shape. `box` is (x_min, y_min, x_max, y_max) in 0..1 of the picture, hidden parts included."""
+    """One shape; `box` has its hidden parts too."""
 
     kind: str
     color: str
     size: str
-    box: tuple[float, float, float, float]
+    box: Box
 
     @property
     def center(self) -> tuple[float, float]:
@@ -51,7 +52,7 @@ class Printed:
     """The printed text, capital letters or digits, and the box of its ink."""
 
     text: str
-    box: tuple[float, float, float, float]
+    box: Box
 
     @property
     def center(self) -> tuple[float, float]:
@@ -207,6 +208,17 @@ def _sort_by_x(scene: Scene, placed: list[Item], owner: np.ndarray) -> None:
     scene.owner = names[owner]
 
 
-def _box(x: int, y: int, mask: np.ndarray, owner: np.ndarray) -> tuple[float, float, float, float]:
+def _box(x: int, y: int, mask: np.ndarray, owner: np.ndarray) -> Box:
     height, width = owner.shape
     return x / width, y / height, (x + mask.shape[1]) / width, (y + mask.shape[0]) / height
+
+
+def iou(one: Box, two: Box) -> float:
+    """Intersection over union."""
+    width = min(one[2], two[2]) - max(one[0], two[0])
+    height = min(one[3], two[3]) - max(one[1], two[1])
+    if width <= 0 or height <= 0:
+        return 0.0
+    shared = width * height
+    areas = sum((box[2] - box[0]) * (box[3] - box[1]) for box in (one, two))
+    return shared / (areas - shared)

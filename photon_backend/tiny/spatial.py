@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from photon_backend.tiny.question import Box, Question, query
-from photon_backend.tiny.scenes import TEXT_OWNER, Item, Printed, Scene
+from photon_backend.tiny.question import Question, query
+from photon_backend.tiny.scenes import TEXT_OWNER, Box, Item, Printed, Scene
 from photon_backend.tiny.words import ANY, Selector, name, random_selector, with_article
 
 _ABSENT = (

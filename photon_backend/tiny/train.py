@@ -25,7 +25,7 @@ from photon_backend.model.moondream import Moondream
 from photon_backend.model.region import Region
 from photon_backend.model.vision import Vision
 from photon_backend.model.weights import load_model, random_model, save_checkpoint
-from photon_backend.tiny.batches import LETTERS, TEXT_SLOTS, Batches, tilings_of, unpack
+from photon_backend.tiny.batches import LETTERS, MAX_LETTERS, Batches, tilings_of, unpack
 from photon_backend.tiny.scenes import COLORS, KINDS, SIZES
 from photon_backend.tiny.spelling import NONE
 
@@ -53,20 +53,20 @@ class CellHeads(nn.Module):
     def __init__(self, dim: int) -> None:
         super().__init__()
         self.counts = {"kind": len(KINDS) + 2, "color": len(COLORS), "size": len(SIZES)}
-        width = sum(self.counts.values()) + 4 + TEXT_SLOTS * (len(LETTERS) + 1)
+        width = sum(self.counts.values()) + 4 + MAX_LETTERS * (len(LETTERS) + 1)
         self.linear = nn.Linear(dim, width)
 
     def forward(self, embeddings: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """embeddings: [B, N, D]. Returns the sum of the losses."""
         out = self.linear(embeddings).flatten(0, 1).float()
-        *parts, box, letters = out.split([*self.counts.values(), 4, TEXT_SLOTS * (len(LETTERS) + 1)], dim=-1)
+        *parts, box, letters = out.split([*self.counts.values(), 4, MAX_LETTERS * (len(LETTERS) + 1)], dim=-1)
         loss = out.new_zeros(())
         for name, logits in zip(self.counts, parts, strict=True):
             loss = loss + self._mean(logits, batch[f"cell_{name}"])
         taken = (batch["cell_kind"].flatten() > 0)[:, None]
         difference = (box - batch["cell_box"].flatten(0, 1)).abs() * taken
         loss = loss + 10 * difference.sum() / (4 * taken.sum()).clamp(min=1)
-        return loss + self._mean(letters.unflatten(-1, (TEXT_SLOTS, -1)).flatten(0, 1), batch["cell_letters"])
+        return loss + self._mean(letters.unflatten(-1, (MAX_LETTERS, -1)).flatten(0, 1), batch["cell_letters"])
 
     @staticmethod
     def _mean(logits: Tensor, wanted: Tensor) -> Tensor:

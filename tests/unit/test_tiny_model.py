@@ -18,9 +18,10 @@ from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.model.weights import load_model
 from photon_backend.tiny.captions import is_true
 from photon_backend.tiny.decode import Answer, Decoder
-from photon_backend.tiny.evaluate import UNSEEN, encode, evaluate, iou, match
+from photon_backend.tiny.evaluate import UNSEEN, encode, evaluate, match
 from photon_backend.tiny.pictures import DIRECTORY, LAYOUTS, Layout, build
 from photon_backend.tiny.question import Question
+from photon_backend.tiny.scenes import iou
 from photon_backend.tiny.spelling import Encoder
 
 PICTURES = sorted(DIRECTORY.glob("*.png"))
