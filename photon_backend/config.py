@@ -1,6 +1,7 @@
 """Settings of a server or an in-process engine, read once from the environment (`PHOTON_*`).
 
-The launcher sets the variables; front ends and the engine process inherit them. Nothing else reads the environment.
+The launcher sets the variables; front ends and the engine process inherit them. What the launcher itself reads is in
+serve.py and layout.py.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Settings(msgspec.Struct, frozen=True):
     debug: bool = False  # poison relay cells and freed pages, assert on every read
     rows: int = 32  # sequences that run at once
     page_size: int = 16  # positions in a KV page
-    pages: int = 0  # KV pages; 0: enough for `rows` sequences of full context on a CPU, or by kv_fraction on a GPU
+    pages: int = 0  # KV pages; 0: twice `rows` full contexts, within 2 GiB on a CPU and kv_fraction on a GPU
     kv_fraction: float = 0.8  # of the GPU's memory for weights and KV together
     grammar_mb: int = 64  # device memory for the tables of regular grammars
     max_waiting: int = 256  # requests in the engine that have no row yet; more are refused
