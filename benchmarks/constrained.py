@@ -28,6 +28,7 @@ from photon_backend.engine.sampler import apply_bitmask
 from photon_backend.engine.tables import AutomatonTables, RowAutomata
 from photon_backend.grammar.automaton import compile_automaton
 from photon_backend.grammar.spelling import Spelling
+from photon_backend.model.config import load_config
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model, random_model
 from photon_backend.protocol import GrammarSpec, Submit
@@ -231,8 +232,6 @@ def main() -> None:
 def make_model(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> Moondream:
     if not options.random_weights:
         return load_model(Path(options.checkpoint), device, dtype)
-    from photon_backend.model.config import load_config
-
     return random_model(load_config(Path(options.checkpoint)), device, dtype, seed=0)
 
 
