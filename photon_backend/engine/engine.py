@@ -61,6 +61,8 @@ class Engine:
         streams.py. `matcher_for` gives the host grammar of a request, if it has one.
         """
         self.settings = settings
+        if settings.threads:
+            torch.set_num_threads(settings.threads)
         self._model_name = Path(settings.checkpoint).name
         if model is None:
             dtype = getattr(torch, settings.dtype)
