@@ -151,3 +151,11 @@ def test_triton_home_names_an_installed_triton(tmp_path: Path, monkeypatch: pyte
     assert layout.triton_home() == tmp_path
     assert layout.triton_libraries() == tmp_path / "lib"
     assert layout.stub_path() == tmp_path / "backends" / "python" / "triton_python_backend_stub"
+
+
+def test_operations_page_names_settings_that_exist() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    named = set(re.findall(r"`(PHOTON_[A-Z_]+)`", text))
+    assert named and named <= VARIABLES
+    launcher = {f"`{name.upper()}`" for name in vars(serve.parse_arguments([]))}
+    assert [name for name in launcher if name not in text] == []
