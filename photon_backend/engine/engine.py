@@ -40,6 +40,7 @@ from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
 from photon_backend.protocol import FromEngine, Status, ToEngine, unavailable
 
+LONGEST_SLEEP_S = 3600.0  # a deadline may lie further off than a lock can wait
 log = logging.getLogger("photon.engine")
 
 SNAPSHOT_S = 0.02  # 15 to 30 us each: taken every tick it was a fifth of the host work of one row
@@ -254,7 +255,7 @@ class Engine:
         timeout = self.book.next_deadline() - time.monotonic()
         with self._wake:
             if not self._inbox and not self._stopping:
-                self._wake.wait(None if timeout == float("inf") else max(0.0, timeout))
+                self._wake.wait(min(max(0.0, timeout), LONGEST_SLEEP_S))
 
     def _finish(self) -> None:
         self._intake()

@@ -16,7 +16,7 @@ import pytest
 import test_engine_process as parts
 import zmq
 from doors import wait_until
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as some
 
 from photon_backend.engine.exit_codes import EXIT_STOPPED
@@ -115,6 +115,8 @@ odd_messages = some.lists(odd_submits | some.builds(Stop, some.text(max_size=3))
 frames = some.binary(max_size=64) | anything.map(msgspec.msgpack.encode) | nearly_right() | odd_messages
 
 
+# a deadline further off than a lock can wait, found here
+@example(message=encode([Submit("x", "point", [81], digest=b"d" * 16, max_time_ms=1e300)]))
 @given(message=odd_messages)
 @SHORT
 def test_odd_values_cost_their_request_only(address: str, bystander: parts.Peer, message: bytes) -> None:
