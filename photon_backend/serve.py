@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -41,8 +42,12 @@ _hurry = threading.Event()  # set by the second signal
 class Server:
     """A running tritonserver with its private directory. `stop()` ends it and removes what it left."""
 
-    def __init__(self, layout_: Layout, process: subprocess.Popen[bytes], host: str, ports: Mapping[str, int]) -> None:
+    def __init__(
+        self, layout_: Layout, process: subprocess.Popen[bytes], host: str, ports: Mapping[str, int], secret: str
+    ) -> None:
         self.layout = layout_
+        # what the restricted doors ask for, over HTTP and over gRPC
+        self.operator_headers = {OPERATOR_HEADER: secret, f"triton-grpc-protocol-{OPERATOR_HEADER}": secret}
         self.process = process
         self.host = host
         self.http_port, self.grpc_port, self.metrics_port = (ports[name] for name in PORTS)
@@ -124,6 +129,8 @@ class Server:
         self.layout.remove()
 
 
+RESTRICTED = "model-repository,shared-memory,logging,trace"  # doors of Triton that are for its operator only
+OPERATOR_HEADER = "x-photon-operator"
 PORTS = ("HTTP_PORT", "GRPC_PORT", "METRICS_PORT")
 
 
@@ -165,8 +172,9 @@ def start_server(
     with contextlib.ExitStack() as stack:
         stack.callback(private.remove)
         output = stack.enter_context(log.open("ab")) if log else None
-        process = _start_triton(private, host, taken, log_level, environment, output)
-        server = Server(private, process, host, taken)
+        secret = secrets.token_hex(16)
+        process = _start_triton(private, host, taken, log_level, environment, output, secret)
+        server = Server(private, process, host, taken, secret)
         stack.callback(server.stop)
         stack.callback(server.drain, drain_s, _hurry)
         if wait:
@@ -181,6 +189,7 @@ def _start_triton(
     log_level: str,
     environment: Mapping[str, str],
     output: IO[bytes] | None,
+    secret: str,
 ) -> subprocess.Popen[bytes]:
     level = LOG_LEVELS.index(log_level)
     command = [
@@ -190,6 +199,9 @@ def _start_triton(
         "--model-control-mode=explicit",
         "--load-model=photon_engine",
         "--disable-auto-complete-config",
+        # a client that may load models may run code here
+        f"--http-restricted-api={RESTRICTED}:{OPERATOR_HEADER}={secret}",
+        f"--grpc-restricted-protocol={RESTRICTED}:{OPERATOR_HEADER}={secret}",
         f"--http-address={host}",
         f"--http-port={ports['HTTP_PORT']}",
         f"--grpc-address={host}",

@@ -37,6 +37,7 @@ FRONT_ENDS = ("photon", "photon_unary")
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
 GOOD_SERVICE_S = 60.0  # of an engine that then fails: counts as a first failure
 MAX_FAILURES = 8
+START_S = 600.0  # from the start of the process to its first heartbeat: a large checkpoint on a slow disk takes minutes
 MAX_LOAD_FAILURES = 3  # of the front-end models, in a row
 STOP_S = 6.0  # between SIGTERM and SIGKILL; below Triton's own exit time-out
 LAST_WORDS_S = 0.5  # of an engine whose connection broke, to end by itself and say how
@@ -70,6 +71,7 @@ class Supervisor:
         self._stops: deque[str] = deque()  # names of requests to end
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sign = Sign(settings.run_dir, f"photon_engine_{index}")
+        self._parent = os.getppid()
         self._thread = threading.Thread(target=self._run, name="supervisor")
 
     def start(self) -> None:
@@ -117,6 +119,9 @@ class Supervisor:
         link.close()
 
     def _turn(self, link: Link) -> None:
+        if os.getppid() != self._parent:  # Triton is gone, and a stub does not always notice that by itself
+            self._stop_engine(at_once=True)
+            os._exit(1)
         for _ in link.receive():
             pass  # heartbeats only; the peers keep them
         while self._stops:
@@ -131,6 +136,8 @@ class Supervisor:
                 self._ended(f"ended with status {code}", unusable=code == EXIT_UNUSABLE)
             elif own in lost:
                 self._ended("gave no sign of life")
+            elif not own.up and time.monotonic() - self._born > START_S:
+                self._ended(f"did not come up within {START_S:.0f} s")
         elif self.problem is None and time.monotonic() >= self._born:
             self._start_engine()
         if self._index == 0:

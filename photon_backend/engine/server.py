@@ -123,6 +123,8 @@ class EngineServer:
         try:
             messages = decode_to_engine(frames[0].bytes) if frames else []
             pixels = self._pixels(messages[0], frames) if messages and isinstance(messages[0], Picture) else None
+            if len(messages) > 1 and any(isinstance(message, Picture) for message in messages):
+                raise MalformedMessage("a picture that is not alone in its message")
             if len(frames) != (1 if pixels is None else 2):
                 raise MalformedMessage(f"a message of {len(frames)} frames")
         except (msgspec.MsgspecError, MalformedMessage) as error:

@@ -87,6 +87,7 @@ class Handler:
         self._next_cancel_poll = 0.0
         self._cancel_cursor = 0
         self._closing = False
+        self._parent = os.getppid()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._decoders = ThreadPoolExecutor(self._settings.decode_threads, thread_name_prefix="decode")
         self._connected = threading.Event()
@@ -128,6 +129,8 @@ class Handler:
         self._reports.close()
 
     def _turn(self) -> None:
+        if os.getppid() != self._parent:  # Triton is gone, and a stub does not always notice that by itself
+            os._exit(1)
         events = self._poller.poll(CANCEL_POLL_MS if self._open else IDLE_MS)
         if any(source == self._wake_fd for source, _ in events):
             os.eventfd_read(self._wake_fd)
@@ -168,6 +171,12 @@ class Handler:
             if peer is None:
                 raise unavailable("no engine is running at the moment", 5)
             peer.send([session.submit])
+        except RecursionError:
+            self._refuse(sender, PhotonError("INVALID_ARG", "The request's JSON is nested too deeply."))
+            return
+        except UnicodeDecodeError:
+            self._refuse(sender, PhotonError("INVALID_ARG", "The request's id and parameters must be UTF-8."))
+            return
         except Exception as error:
             self._refuse(sender, _as_photon_error(error, "a request could not be started"))
             return
@@ -178,7 +187,10 @@ class Handler:
     def _refuse(self, sender: Any, error: PhotonError) -> None:
         self._tally.end("refused", error.code)
         self._tally.respond()
-        sender.send(error_response(error), flags=FINAL)
+        try:
+            sender.send(error_response(error), flags=FINAL)
+        except Exception:  # this one cannot be told; the others must not pay for it
+            log.exception("a refusal could not be sent")
 
     def _admit_request(self) -> None:
         if marked(self._settings.run_dir):

@@ -182,9 +182,9 @@ def body(request: dict[str, Any]) -> dict[str, Any]:
     return given
 
 
-def post(server: Any, path: str, document: object) -> bytes:
+def post(server: Any, path: str, document: object, headers: dict[str, str] | None = None) -> bytes:
     data = document if isinstance(document, bytes) else json.dumps(document).encode()
-    http = urllib.request.Request(server.http_url + path, data)
+    http = urllib.request.Request(server.http_url + path, data, headers or {})
     try:
         with OPENER.open(http, timeout=60) as reply:
             return reply.read()

@@ -131,3 +131,44 @@ def test_server_is_whole_after_all_this(server: Server) -> None:
     assert status["restarts"] == 0
     assert status["submitted"] == status["done"] + status["failed"] + status["cancelled"]
     assert json.dumps(status)
+
+
+def test_json_without_end_is_the_callers_fault(server: Server, pictures: list[bytes]) -> None:
+    """Deep enough for Python's parser to give up, not for Triton's own."""
+    for depth in (400, 900, 2000):
+        request = {"inputs": [], "parameters": {}}
+        nested = "[" * depth + "]" * depth
+        text = {"name": "sampling_parameters", "shape": [1], "datatype": "BYTES", "data": [f'{{"stop": {nested}}}']}
+        with pytest.raises(ServerError, match=r"\[INVALID_ARG\]"):
+            doors.post(server, "/v2/models/photon_unary/infer", request | {"inputs": [text]})
+    assert doors.generate(server, image=pictures[0], **GOOD).finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v2/repository/models/photon/unload",
+        "/v2/repository/models/photon/load",
+        "/v2/repository/index",
+        "/v2/systemsharedmemory/region/photon/register",
+        "/v2/logging",
+    ],
+)
+def test_the_operators_doors_are_shut_to_clients(server: Server, pictures: list[bytes], path: str) -> None:
+    """Whoever may load a model may run code on the server."""
+    with pytest.raises(ServerError) as caught:
+        doors.post(server, path, {"key": "photon", "offset": 0, "byte_size": 1})
+    assert caught.value.code == 403
+    assert doors.generate(server, image=pictures[0], **GOOD).finish_reason == "length"
+
+
+def test_the_operators_doors_are_shut_over_grpc(server: Server) -> None:
+    with triton.InferenceServerClient(server.grpc_url) as client:
+        with pytest.raises(triton.InferenceServerException, match="x-photon-operator"):
+            client.unload_model("photon")
+        names = {
+            model["name"]
+            for model in client.get_model_repository_index(server.operator_headers, as_json=True)["models"]
+        }
+    assert "photon" in names
+    assert server.is_ready()
