@@ -229,8 +229,9 @@ class Engine:
 
     def _sample_masked(self, step: Step) -> None:
         for sequence in self.stepper.fill_masks(step):
-            reason = f"the grammar allows no further token: {sequence.matcher.failure or 'it has a dead end'}"
-            self.book.fail(sequence, "INTERNAL", reason, time.monotonic())
+            matcher = sequence.matcher
+            reason = f"the grammar allows no further token: {matcher.failure or 'it has a dead end'}"
+            self.book.fail(sequence, matcher.failure_code, reason, time.monotonic())
         self.stepper.sample_masked(step)
         self.pipeline.sampled(step, self.stepper.copy_out(step))
 

@@ -18,6 +18,11 @@ OPTION_OF_KIND = {"json_schema": "json_schema", "regex": "regex", "choice": "cho
 MAX_CHARS = {"json_schema": 1 << 16, "choice": 1 << 16, "lark": 1 << 14, "regex": 1 << 13}  # all compile in a second
 MAX_RULES = 1000  # of a Lark grammar, and schemas of a JSON schema that uses $ref
 MAX_CHOICES = 1024
+MAX_NESTING = 100  # of objects and lists; the library itself ends at 128, Python's parser near 900
+# Of `pattern`, `format` and the names of `patternProperties`. The library compares the names in pairs: 200 take 10 s.
+MAX_PATTERNS = 32
+# Of these, different ones where schemas are intersected. Doubles with each: 4 take 10 ms, 14 a second, 18 minutes.
+MAX_INTERSECTED = 4
 
 # keyword: where its value holds further schemas
 _ONE = ("additionalItems", "additionalProperties", "items")
@@ -29,6 +34,11 @@ _PLAIN_WORDS = """
     minItems minLength minProperties minimum multipleOf pattern readOnly required title type writeOnly
 """
 _PLAIN = frozenset(_PLAIN_WORDS.split())
+_BRANCHES = frozenset(("$ref", "anyOf", "oneOf"))  # the library intersects each with what stands beside it
+_NO_ASSERTION_WORDS = """
+    $anchor $comment $defs $id $schema default definitions deprecated description examples id readOnly title writeOnly
+"""
+_NO_ASSERTION = frozenset(_NO_ASSERTION_WORDS.split())
 
 _LARK_REFUSED = (
     (re.compile(r"<[\[|]"), "tokens by name or number, such as <|name|> or <[1]>"),
@@ -53,45 +63,101 @@ def check(spec: GrammarSpec) -> None:
     if spec.kind == "json_schema":
         _check_schema(spec)
     elif spec.kind == "lark":
-        for pattern, what in _LARK_REFUSED:
-            if pattern.search(spec.text):
-                raise refuse(spec, f"{what} cannot be used here")
-        if max(spec.text.count(":"), spec.text.count("{")) > MAX_RULES:
-            raise refuse(spec, f"more than {MAX_RULES} rules are not accepted")
+        _check_lark(spec)
     elif spec.kind == "choice":
         choices = json.loads(spec.text)
         if not 1 <= len(choices) <= MAX_CHOICES or "" in choices:
             raise refuse(spec, f"give 1 to {MAX_CHOICES} strings, none of them empty")
 
 
+def _check_lark(spec: GrammarSpec) -> None:
+    for pattern, what in _LARK_REFUSED:
+        if pattern.search(spec.text):
+            raise refuse(spec, f"{what} cannot be used here")
+    if max(spec.text.count(":"), spec.text.count("{")) > MAX_RULES:
+        raise refuse(spec, f"more than {MAX_RULES} rules are not accepted")
+    walk = _SchemaWalk(spec)
+    for found in re.finditer(r"%json\s*", spec.text):
+        try:
+            walk.enter(json.JSONDecoder().raw_decode(spec.text, found.end())[0])
+        except ValueError:
+            raise refuse(spec, "%json must be followed by a JSON schema") from None
+        except RecursionError:
+            raise refuse(spec, "a schema after %json is nested too deeply") from None
+    walk.check_patterns()
+
+
 def _check_schema(spec: GrammarSpec) -> None:
-    schema = json.loads(spec.text)
+    try:
+        schema = json.loads(spec.text)
+    except RecursionError:
+        raise refuse(spec, "it is nested too deeply") from None
     if schema is False:
         raise refuse(spec, "no value satisfies the schema false")
     if not isinstance(schema, dict | bool):
         raise refuse(spec, "a schema is an object, or true")
     if '"$ref"' in spec.text and spec.text.count("{") > MAX_RULES:
         raise refuse(spec, f"more than {MAX_RULES} schemas are not accepted together with $ref")
-    try:
-        _check_keywords(spec, schema, root=True)
-    except RecursionError:
-        raise refuse(spec, "it is nested too deeply") from None
+    walk = _SchemaWalk(spec)
+    walk.enter(schema)
+    walk.check_patterns()
 
 
-def _check_keywords(spec: GrammarSpec, schema: Any, root: bool = False) -> None:
-    if not isinstance(schema, dict):
-        return  # true, false, or something that the library refuses
-    if not root and "$ref" in schema and not schema.keys().isdisjoint(("$id", "id")):
-        raise refuse(spec, "the keyword '$id' beside '$ref' is not supported")  # drafts do not agree what it means
-    for keyword, value in schema.items():
-        if keyword in _ONE or keyword in _MANY:
-            for inner in value if isinstance(value, list) else [value]:
-                _check_keywords(spec, inner)
-        elif keyword in _NAMED:
-            for inner in value.values() if isinstance(value, dict) else []:
-                _check_keywords(spec, inner)
-        elif keyword not in _PLAIN and (not keyword.startswith("x-") or keyword == "x-guidance"):
-            raise refuse(spec, f"the keyword {keyword!r} is not supported")
+def _is_nested(value: Any, levels: int) -> bool:
+    """Whether the value has more than so many levels of objects and lists."""
+    if not isinstance(value, dict | list):
+        return False
+    return levels == 0 or any(
+        _is_nested(inner, levels - 1) for inner in (value.values() if isinstance(value, dict) else value)
+    )
+
+
+class _SchemaWalk:
+    """Looks at every keyword of a grammar's schemas, and gathers what makes the library's work grow."""
+
+    def __init__(self, spec: GrammarSpec) -> None:
+        self._spec = spec
+        self._patterns: list[tuple[str, str]] = []  # keyword and its text
+        self._intersects = False
+
+    def enter(self, schema: Any) -> None:
+        if _is_nested(schema, MAX_NESTING):
+            raise refuse(self._spec, f"it is nested too deeply; at most {MAX_NESTING} levels are accepted")
+        self._keywords(schema, root=True)
+
+    def check_patterns(self) -> None:
+        what = "of 'pattern', 'format' and the names of 'patternProperties'"
+        if len(self._patterns) > MAX_PATTERNS:
+            raise refuse(self._spec, f"{len(self._patterns)} {what}; at most {MAX_PATTERNS} are accepted")
+        if self._intersects and len(set(self._patterns)) > MAX_INTERSECTED:
+            raise refuse(
+                self._spec,
+                f"more than {MAX_INTERSECTED} different ones {what} are not accepted together with 'allOf', or with "
+                "'$ref', 'anyOf' or 'oneOf' beside other keywords",
+            )
+
+    def _keywords(self, schema: Any, root: bool = False) -> None:
+        if not isinstance(schema, dict):
+            return  # true, false, or something that the library refuses
+        if not root and "$ref" in schema and not schema.keys().isdisjoint(("$id", "id")):
+            raise refuse(self._spec, "the keyword '$id' beside '$ref' is not supported")  # drafts differ in its meaning
+        self._gather(schema)
+        for keyword, value in schema.items():
+            if keyword in _ONE or keyword in _MANY:
+                for inner in value if isinstance(value, list) else [value]:
+                    self._keywords(inner)
+            elif keyword in _NAMED:
+                for inner in value.values() if isinstance(value, dict) else []:
+                    self._keywords(inner)
+            elif keyword not in _PLAIN and (not keyword.startswith("x-") or keyword == "x-guidance"):
+                raise refuse(self._spec, f"the keyword {keyword!r} is not supported")
+
+    def _gather(self, schema: dict[str, Any]) -> None:
+        asserted = schema.keys() - _NO_ASSERTION
+        self._intersects |= "allOf" in schema or (len(asserted) > 1 and not asserted.isdisjoint(_BRANCHES))
+        self._patterns += [(keyword, str(schema[keyword])) for keyword in ("pattern", "format") if keyword in schema]
+        names = schema.get("patternProperties")
+        self._patterns += [("patternProperties", name) for name in names] if isinstance(names, dict) else []
 
 
 def lark_of(spec: GrammarSpec) -> str:

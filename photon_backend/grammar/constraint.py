@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from photon_backend.protocol import ErrorCode
+
 ALL_LEGAL = -1  # a mask word with every bit set
 
 
@@ -23,6 +25,7 @@ class Matcher(Protocol):
     """Host grammar of one sequence; used by one thread at a time."""
 
     failure: str  # why it cannot go on, for the client; empty while it can
+    failure_code: ErrorCode  # INVALID_ARG when the grammar is to blame
 
     def fill(self, line: np.ndarray) -> None:
         """Writes the legal ids into int32 [ceil(V / 32)]: bit i of word w is id 32 w + i. All zero: none, a failure."""

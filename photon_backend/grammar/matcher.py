@@ -9,6 +9,8 @@ What its use has to heed (each has a test):
   hot grammar gets a new prototype every `COPIES` copies.
 - The model's vocabulary may be padded beyond the tokenizer, and a control token is legal nowhere: what the tokenizer
   itself does not rule out is masked here.
+- The work of an ambiguous grammar grows with every token, to a second a mask, and the engine thread waits for it. So
+  matchers have a budget of processor time, which a busy machine does not use up; nearly all masks take microseconds.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,13 +27,20 @@ import numpy as np
 
 from photon_backend.grammar.check import check, lark_of, refuse
 from photon_backend.model.config import ModelConfig
-from photon_backend.protocol import GrammarSpec, PhotonError
+from photon_backend.protocol import ErrorCode, GrammarSpec, PhotonError
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 COPIES = 8  # of one prototype
 PROTOTYPES = 8  # of one grammar that are kept
+# A mask of a schema takes 0.02 to 1 ms; of an ambiguous grammar ever more, 40 ms after 100 tokens and 1 s after 500.
+# What a call took above the allowance adds to what its answer has spent.
+SLOW_BATCH_S = 0.02  # a batch that took longer is looked at matcher by matcher
+ALLOWANCE_S = 0.005
+BUDGET_S = 0.1
+MAX_ITEMS = 10_000  # parser items in one mask: the library's own 50,000 take up to 1.2 s in an ambiguous grammar
+_LIMIT = re.compile(r"Too many items|Current row has")  # the library's messages
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
 
 
@@ -73,7 +83,8 @@ class Vocabulary:
         size, ids = config.text.vocab_size, config.tokenizer
         self.tokens: LLTokenizer = library.LLTokenizer(text, n_vocab=size, eos_token=ids.eos_id)
         self.executor: LLExecutor = library.LLExecutor()
-        self.new_matcher = library.LLMatcher
+        self._new_matcher = library.LLMatcher
+        self._limits = library.LLParserLimits(step_max_items=MAX_ITEMS)
         control = set(ids.control_ids)
         control |= {token for token in range(size) if self.tokens.is_special_token(token)}
         control |= {added["id"] for added in json.loads(text).get("added_tokens") or []}  # text has other spellings
@@ -81,6 +92,9 @@ class Vocabulary:
         bits[size:] = 0
         bits[sorted(control - {ids.eos_id})] = 0
         self.ordinary = np.packbits(bits, bitorder="little").view(np.int32)  # and eos
+
+    def new_matcher(self, lark: str) -> LLMatcher:
+        return self._new_matcher(self.tokens, lark, log_level=0, limits=self._limits)
 
 
 class Prototypes:
@@ -106,7 +120,7 @@ class Prototypes:
         if len(self._prototypes) == PROTOTYPES:
             self._prototypes.append(self._prototypes.pop(0))
             return
-        prototype = self._vocabulary.new_matcher(self._vocabulary.tokens, self._lark, log_level=0)
+        prototype = self._vocabulary.new_matcher(self._lark)
         matcher = LibraryMatcher(prototype, self._vocabulary)
         line = np.zeros_like(self._vocabulary.ordinary)
         matcher.fill(line)
@@ -120,7 +134,9 @@ class LibraryMatcher:
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
+        self._spent_s = 0.0
         self.failure = ""
+        self.failure_code: ErrorCode = "INTERNAL"
 
     def fill(self, line: np.ndarray) -> None:
         """See constraint.py."""
@@ -129,19 +145,43 @@ class LibraryMatcher:
         self._look_at_error(line)
 
     def advance(self, token: int) -> None:
+        started = time.thread_time()
         self._matcher.consume_token(token)
+        self._spend(time.thread_time() - started)
 
     @staticmethod
     def fill_many(pairs: Sequence[tuple[LibraryMatcher, int]], mask: np.ndarray) -> None:
-        """Fills lines of a C-contiguous int32 [B, ceil(V / 32)], in parallel and without the GIL."""
+        """Fills lines of a C-contiguous int32 [B, ceil(V / 32)], in parallel and without the GIL.
+
+        After a slow batch each mask is computed once more, alone and on this thread, where its own time can be told.
+        What took long only once, such as a new state of a lexer, is quick then.
+        """
         vocabulary = pairs[0][0]._vocabulary
         work = [(matcher._matcher, line) for matcher, line in pairs]
+        started = time.perf_counter()
         vocabulary.executor.unsafe_compute_mask_ptr(work, mask.ctypes.data, mask.strides[0], len(mask))
+        if time.perf_counter() - started > SLOW_BATCH_S:
+            for matcher, line in pairs:
+                started = time.thread_time()
+                matcher._matcher.unsafe_compute_mask_ptr(mask[line].ctypes.data, mask[line].nbytes)
+                matcher._spend(time.thread_time() - started)
         mask[[line for _, line in pairs]] &= vocabulary.ordinary
         for matcher, line in pairs:
             matcher._look_at_error(mask[line])
 
+    def _spend(self, seconds: float) -> None:
+        self._spent_s += max(0.0, seconds - ALLOWANCE_S)
+        if self._spent_s > BUDGET_S:
+            self._fail("INVALID_ARG", f"it is too slow to follow, {seconds * 1e3:.0f} ms for a token; is it ambiguous?")
+
     def _look_at_error(self, line: np.ndarray) -> None:
         if self._matcher.is_error():
-            self.failure = _sentence(self._matcher.get_error()) or "its matcher stopped"
+            message = self._matcher.get_error()
+            code: ErrorCode = "INVALID_ARG" if _LIMIT.search(message) else "INTERNAL"
+            self._fail(code, _sentence(message) or "its matcher stopped")
+        if self.failure:
             line[:] = 0
+
+    def _fail(self, code: ErrorCode, why: str) -> None:
+        if not self.failure:
+            self.failure_code, self.failure = code, why

@@ -313,6 +313,26 @@ def test_a_matcher_that_stops_fails_its_request_with_the_reason(make_bench, chec
     assert_baseline(bench)
 
 
+AMBIGUOUS = GrammarSpec("lark", "start: a+ d{2000}\na: b+\nb: c+\nc: d+\nd: /[ -}]/")
+
+
+@pytest.mark.parametrize(("max_items", "says"), [(50_000, "too slow to follow"), (1_000, "Too many items")])
+def test_a_grammar_too_slow_to_follow_fails_alone(make_bench, checkpoint, monkeypatch, max_items, says):
+    """Its masks take ever longer, and everybody waits for them. Time is the processor's and the work without end, so
+    what else the machine does decides nothing here; the neighbours' masks are looked at as closely."""
+    monkeypatch.setattr("photon_backend.grammar.matcher.SLOW_BATCH_S", 0.0)
+    monkeypatch.setattr("photon_backend.grammar.matcher.MAX_ITEMS", max_items)
+    bench = make_bench(rows=5)
+    bench.submit(*constrained("slow", checkpoint, 1, AMBIGUOUS, reasoning=False, picture="none", max_tokens=400))
+    neighbours = [constrained(f"r{i}", checkpoint, i, spec) for i, spec in enumerate(HOST)]
+    for submit, name in neighbours:
+        bench.submit(submit, name)
+    end = drain(bench)["slow"].end
+    assert isinstance(end, Failed) and end.code == "INVALID_ARG" and says in end.message and len(end.message) < 300
+    assert sum(assert_kept(bench, neighbours).values()) == len(HOST)
+    assert_baseline(bench)
+
+
 BAD = [GrammarSpec("regex", "("), schema({"type": "strin"}), GrammarSpec("lark", "start: b")]
 
 

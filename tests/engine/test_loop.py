@@ -175,6 +175,7 @@ class OnePerPosition:
     """A host grammar that allows exactly one id at each position, and another one for each request."""
 
     failure = ""
+    failure_code = "INTERNAL"
 
     def __init__(self, first: int) -> None:
         self.legal = first

@@ -21,6 +21,8 @@ def lark(text: str) -> GrammarSpec:
     return GrammarSpec("lark", text)
 
 
+STRINGS = [{"type": "string", "pattern": f"(.*{chr(97 + i)}.{{{20 + i}}}.*)"} for i in range(26)]  # minutes, once
+
 GOOD = [
     schema(True),
     schema({}),
@@ -28,6 +30,8 @@ GOOD = [
     schema({"$ref": "#/$defs/a", "$defs": {"a": {"type": "integer", "title": "n", "default": {"not": 1}}}}),
     schema({"type": "integer", "x-order": 3, "deprecated": True}),
     schema({"oneOf": [{"type": "integer"}, {"type": "string"}]}),
+    schema({"anyOf": STRINGS, "title": "one of many"}),
+    schema({"allOf": [{"type": "string", "pattern": p} for p in ("^a", "b$")] + [{"format": "email"}]}),
     GrammarSpec("regex", "a/b\\/\n[^x]"),
     GrammarSpec("choice", json.dumps(["a", '"', "\\", "\u00e9\U0001f600", "a\nb", "/"])),
     lark('start: "a" b+\nb: /[0-9]+/ | "x"'),
@@ -54,6 +58,16 @@ REFUSED = [
     (schema({"properties": {"a": {"$ref": "#", "$id": "x"}}}), "'$id'"),
     (GrammarSpec("json_schema", "[" * 900 + "]" * 900), "schema"),
     (GrammarSpec("json_schema", '{"items":' * 900 + "{}" + "}" * 900), "nested too deeply|recursion"),
+    (GrammarSpec("json_schema", '{"default":' + "[" * 5000 + "]" * 5000 + "}"), "nested too deeply"),
+    (schema({"allOf": STRINGS}), "'pattern'"),
+    (schema({"allOf": [{"properties": {"a": s}} for s in STRINGS]}), "'pattern'"),
+    (schema({"type": "object", "properties": {"a": {"anyOf": STRINGS, "minLength": 3}}}), "'anyOf'"),
+    (schema({"$defs": dict(enumerate(STRINGS)), "properties": {"a": {"$ref": "#/$defs/0", "pattern": "b"}}}), "'$ref'"),
+    (schema({"patternProperties": {f"^{i:03d}(.*a.{{20}}.*)$": {} for i in range(200)}}), "'patternProperties'"),
+    (lark('start: "x" | %json\n ' + json.dumps({"allOf": STRINGS})), "'pattern'"),
+    (lark('start: %json {"not": {}}'), "'not'"),
+    (lark('start: %json "a"%json'), "%json must be followed"),
+    (lark("start: %json " + '{"items":' * 900 + "{}" + "}" * 900), "nested too deeply"),
     (GrammarSpec("regex", "("), "unclosed group"),
     (GrammarSpec("regex", r"\bx"), "lookarounds"),
     (GrammarSpec("regex", "(" * 2000 + ")" * 2000), "regex"),

@@ -9,7 +9,7 @@ import pytest
 
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.grammar.constraint import fill_lines
-from photon_backend.grammar.matcher import COPIES, PROTOTYPES, LibraryMatcher, Prototypes
+from photon_backend.grammar.matcher import BUDGET_S, COPIES, PROTOTYPES, LibraryMatcher, Prototypes
 from photon_backend.protocol import GrammarSpec, PhotonError
 from tests.unit.grammar_parts import CONFIG, EOS, Letters, empty_line, is_legal, legal_ids, make_grammars, make_spelling
 
@@ -120,6 +120,17 @@ def test_lines_filled_together_are_those_filled_alone(grammars, letters) -> None
     fill_lines(pairs, mask)
     for line in range(40):
         assert (mask[line] == alone.get(line, np.full_like(mask[line], 7))).all()
+
+
+def test_a_call_above_the_budget_ends_its_matcher_only(grammars, letters, monkeypatch) -> None:
+    first, second = (matcher_of(grammars, "choice", '["red","blue"]') for _ in range(2))
+    first._spent_s = BUDGET_S
+    monkeypatch.setattr("photon_backend.grammar.matcher.SLOW_BATCH_S", 0.0)
+    monkeypatch.setattr("photon_backend.grammar.matcher.ALLOWANCE_S", 0.0)
+    mask = np.zeros((2, len(empty_line())), np.int32)
+    fill_lines([(first, 0), (second, 1)], mask)
+    assert not mask[0].any() and first.failure_code == "INVALID_ARG" and "too slow to follow" in first.failure
+    assert mask[1].any() and not second.failure and is_legal(mask[1], letters.token_of[ord("r")])
 
 
 def test_a_hot_grammar_is_spread_over_prototypes(grammars) -> None:
