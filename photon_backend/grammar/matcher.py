@@ -36,7 +36,7 @@ COPIES = 8  # of one prototype
 PROTOTYPES = 8  # of one grammar that are kept
 # A mask of a schema takes 0.02 to 1 ms; of an ambiguous grammar ever more, 40 ms after 100 tokens and 1 s after 500.
 # What a call took above the allowance adds to what its answer has spent.
-SLOW_BATCH_S = 0.02  # a batch that took longer is looked at matcher by matcher
+SLOW_BATCH_S = 0.02  # after a batch that took longer its matchers are looked at one by one
 ALLOWANCE_S = 0.005
 BUDGET_S = 0.1
 MAX_ITEMS = 10_000  # parser items in one mask: the library's own 50,000 take up to 1.2 s in an ambiguous grammar
@@ -135,6 +135,7 @@ class LibraryMatcher:
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary
         self._spent_s = 0.0
+        self._watched = False
         self.failure = ""
         self.failure_code: ErrorCode = "INTERNAL"
 
@@ -153,21 +154,31 @@ class LibraryMatcher:
     def fill_many(pairs: Sequence[tuple[LibraryMatcher, int]], mask: np.ndarray) -> None:
         """Fills lines of a C-contiguous int32 [B, ceil(V / 32)], in parallel and without the GIL.
 
-        After a slow batch each mask is computed once more, alone and on this thread, where its own time can be told.
-        What took long only once, such as a new state of a lexer, is quick then.
+        After a slow batch its matchers are watched: the next time each fills its line alone and on this thread, where
+        its own time can be told. One that was quick is watched no longer.
         """
         vocabulary = pairs[0][0]._vocabulary
-        work = [(matcher._matcher, line) for matcher, line in pairs]
-        started = time.perf_counter()
-        vocabulary.executor.unsafe_compute_mask_ptr(work, mask.ctypes.data, mask.strides[0], len(mask))
-        if time.perf_counter() - started > SLOW_BATCH_S:
-            for matcher, line in pairs:
-                started = time.thread_time()
-                matcher._matcher.unsafe_compute_mask_ptr(mask[line].ctypes.data, mask[line].nbytes)
-                matcher._spend(time.thread_time() - started)
+        watched = [pair for pair in pairs if pair[0]._watched]
+        others = [pair for pair in pairs if not pair[0]._watched]
+        for matcher, line in watched:
+            matcher._fill_watched(mask[line])
+        if others:
+            work = [(matcher._matcher, line) for matcher, line in others]
+            started = time.perf_counter()
+            vocabulary.executor.unsafe_compute_mask_ptr(work, mask.ctypes.data, mask.strides[0], len(mask))
+            is_slow = time.perf_counter() - started > SLOW_BATCH_S
+            for matcher, _ in others:
+                matcher._watched = is_slow
         mask[[line for _, line in pairs]] &= vocabulary.ordinary
         for matcher, line in pairs:
             matcher._look_at_error(mask[line])
+
+    def _fill_watched(self, line: np.ndarray) -> None:
+        started = time.thread_time()
+        self._matcher.unsafe_compute_mask_ptr(line.ctypes.data, line.nbytes)
+        seconds = time.thread_time() - started
+        self._watched = seconds > ALLOWANCE_S
+        self._spend(seconds)
 
     def _spend(self, seconds: float) -> None:
         self._spent_s += max(0.0, seconds - ALLOWANCE_S)

@@ -122,15 +122,31 @@ def test_lines_filled_together_are_those_filled_alone(grammars, letters) -> None
         assert (mask[line] == alone.get(line, np.full_like(mask[line], 7))).all()
 
 
-def test_a_call_above_the_budget_ends_its_matcher_only(grammars, letters, monkeypatch) -> None:
+def test_a_mask_above_the_budget_ends_its_matcher_only(grammars, letters, monkeypatch) -> None:
     first, second = (matcher_of(grammars, "choice", '["red","blue"]') for _ in range(2))
-    first._spent_s = BUDGET_S
+    pairs, mask = [(first, 0), (second, 1)], np.zeros((2, len(empty_line())), np.int32)
     monkeypatch.setattr("photon_backend.grammar.matcher.SLOW_BATCH_S", 0.0)
+    fill_lines(pairs, mask)
+    assert mask.any(axis=1).all() and not first.failure and first._watched and second._watched
     monkeypatch.setattr("photon_backend.grammar.matcher.ALLOWANCE_S", 0.0)
-    mask = np.zeros((2, len(empty_line())), np.int32)
-    fill_lines([(first, 0), (second, 1)], mask)
+    first._spent_s = BUDGET_S
+    fill_lines(pairs, mask)
     assert not mask[0].any() and first.failure_code == "INVALID_ARG" and "too slow to follow" in first.failure
-    assert mask[1].any() and not second.failure and is_legal(mask[1], letters.token_of[ord("r")])
+    assert not second.failure and is_legal(mask[1], letters.token_of[ord("r")])
+
+
+def test_masks_alone_count_for_the_budget(grammars, letters) -> None:
+    """Advancing is quick in this grammar: what ends it is its masks, which are computed on many threads at first."""
+    text = "start: a+ d{2000}\na: b+\nb: c+\nc: d+\nd: /[ -}]/"
+    matcher, mask = matcher_of(grammars, "lark", text), np.zeros((1, len(empty_line())), np.int32)
+    matcher._watched = True  # as after a slow batch
+    for _ in range(400):
+        fill_lines([(matcher, 0)], mask)
+        if matcher.failure:
+            break
+        matcher._watched = True
+        matcher._matcher.consume_token(letters.token_of[ord("x")])
+    assert matcher.failure_code == "INVALID_ARG" and "too slow" in matcher.failure
 
 
 def test_a_hot_grammar_is_spread_over_prototypes(grammars) -> None:
