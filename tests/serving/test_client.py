@@ -344,7 +344,12 @@ def test_ctrl_c_cancels_on_the_server(server: Server, pictures: list[bytes], tmp
         server.grpc_url,
         *extra,
     ]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+
+    def hear_ctrl_c() -> None:
+        """Tests that run in the background of a script inherit a SIGINT that is ignored."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_ctrl_c) as process:
         wait_until(lambda: doors.status(server)["running"] == 1, 20, "running")
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=10)
