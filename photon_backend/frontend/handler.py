@@ -168,8 +168,6 @@ class Handler:
             self._admit_image(size)
             session = self._front_end.open(raw, request_id)
             peer = self._link.choose(session.submit.digest)
-            if peer is None:
-                raise unavailable("no engine is running at the moment", 5)
             peer.send([session.submit])
         except RecursionError:
             self._refuse(sender, PhotonError("INVALID_ARG", "The request's JSON is nested too deeply."))

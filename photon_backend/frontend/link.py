@@ -16,7 +16,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from photon_backend.config import Settings
-from photon_backend.protocol import Beat, FromEngine, Hello, Status, ToEngine, decode_from_engine, encode
+from photon_backend.protocol import Beat, FromEngine, Hello, Status, ToEngine, decode_from_engine, encode, unavailable
 
 SILENCE_S = 4.0  # without a heartbeat an engine counts as dead; room for a machine with more to do than cores
 HELLO_S = 1.0  # how often the engine hears that we are alive
@@ -133,19 +133,24 @@ class Link:
             peer.greet(now)
         return lost
 
-    def choose(self, digest: bytes | None) -> EnginePeer | None:
+    def choose(self, digest: bytes | None) -> EnginePeer:
         """The engine for a picture, always the same while the same engines are up, so that its prefix is found again.
 
-        Without a picture, or when that engine's waiting list is full, the least loaded one. None: no engine is up.
+        Without a picture, or when that engine's waiting list is full, the least loaded one. Raises PhotonError
+        UNAVAILABLE when no engine is up, or when all were full at their last heartbeat: an engine refuses by itself
+        too, but not before its next tick. Price: the refusals go on for a heartbeat after a place became free.
         """
         live = [peer for peer in self.peers if peer.up]
         if not live:
-            return None
+            raise unavailable("no engine is running at the moment", 5)
+        with_room = [peer for peer in live if _status(peer).waiting < self._max_waiting]
+        if not with_room:
+            raise unavailable(f"{self._max_waiting} requests are waiting already", 1)
         if digest is not None:
             favourite = max(live, key=lambda peer: hashlib.blake2b(digest, key=b"%d" % peer.index).digest())
-            if _status(favourite).waiting < self._max_waiting:
+            if favourite in with_room:
                 return favourite
-        return min(live, key=lambda peer: (_status(peer).waiting + _status(peer).running, peer.load))
+        return min(with_room, key=lambda peer: (_status(peer).waiting + _status(peer).running, peer.load))
 
 
 def _status(peer: EnginePeer) -> Status:

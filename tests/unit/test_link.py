@@ -13,7 +13,18 @@ import zmq
 from photon_backend.config import Settings
 from photon_backend.frontend import link as link_module
 from photon_backend.frontend.link import EnginePeer, Link
-from photon_backend.protocol import Beat, Cancel, Done, Hello, Status, Tokens, Usage, decode_to_engine, encode
+from photon_backend.protocol import (
+    Beat,
+    Cancel,
+    Done,
+    Hello,
+    PhotonError,
+    Status,
+    Tokens,
+    Usage,
+    decode_to_engine,
+    encode,
+)
 
 
 class ScriptedEngine:
@@ -84,7 +95,7 @@ def test_greets_before_anything_else(link: Link, engines: list[ScriptedEngine]) 
 def test_a_picture_has_its_engine(link: Link) -> None:
     chosen = [link.choose(digest) for digest in DIGESTS]
     assert chosen == [link.choose(digest) for digest in DIGESTS]
-    assert {peer.index for peer in chosen if peer} == {0, 1, 2}
+    assert {peer.index for peer in chosen} == {0, 1, 2}
 
 
 def test_only_the_pictures_of_a_lost_engine_move(link: Link, engines: list[ScriptedEngine]) -> None:
@@ -98,9 +109,18 @@ def test_only_the_pictures_of_a_lost_engine_move(link: Link, engines: list[Scrip
 
 def test_a_full_engine_is_passed_over(link: Link) -> None:
     favourite = link.choose(DIGESTS[0])
-    assert favourite
     favourite.status = Status(waiting=4)
     assert link.choose(DIGESTS[0]) is not favourite
+
+
+def test_when_all_are_full_it_says_so_itself(link: Link) -> None:
+    for peer in link.peers:
+        peer.status = Status(waiting=4)
+    for digest in (None, DIGESTS[0]):
+        with pytest.raises(PhotonError, match=r"^\[UNAVAILABLE\] 4 requests are waiting already; retry after 1 s$"):
+            link.choose(digest)
+    link.peers[2].status = Status(waiting=3, running=9)
+    assert link.choose(None) is link.choose(DIGESTS[0]) is link.peers[2]
 
 
 def test_without_a_picture_the_least_loaded(link: Link) -> None:
@@ -114,7 +134,9 @@ def test_no_engine(link: Link, engines: list[ScriptedEngine]) -> None:
     for engine in engines:
         engine.die()
     turns(link, engines, lambda: not any(peer.up for peer in link.peers))
-    assert link.choose(None) is None and link.choose(DIGESTS[0]) is None
+    for digest in (None, DIGESTS[0]):
+        with pytest.raises(PhotonError, match=r"^\[UNAVAILABLE\] no engine is running .*; retry after 5 s$"):
+            link.choose(digest)
 
 
 def test_a_new_engine_never_hears_what_was_meant_for_the_old_one(
