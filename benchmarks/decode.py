@@ -1,7 +1,7 @@
 """Decode speed of the engine alone: blocking against pipelined, in one run.
 
     python -m benchmarks.decode [--device cpu|cuda] [--batch 1,4,16] [--context N] [--tokens N] [--random-weights]
-                                [--no-overlap] [--no-graphs] [--no-kernels]
+                                [--no-overlap] [--no-graphs] [--no-kernels] [--trace FILE]
 
 Every request is a free-text query that may not end before N tokens. Prefill is left out: the clock runs from the tick
 in which every row has its first token to the last one. Prints the ceiling, then a table; the last line is JSON.
@@ -11,6 +11,8 @@ gain that bookkeeping predicts is `host / (step - host)` with step and host of t
 below it means a hidden wait. On a CPU the worker that plays the device competes with the engine thread for cores, so a
 gain needs a second idle core, and only ratios of one run mean anything: the modes take turns, and each row is a median
 of its runs.
+
+`--trace out/trace` writes a trace of both modes and their picture too, at the first batch size (benchmarks/trace.py).
 """
 
 from __future__ import annotations
@@ -150,6 +152,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
     parser.add_argument("--tokens", type=int, default=96, help="per row")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
+    parser.add_argument("--trace", type=Path, help="and trace both modes into this file .json and .png")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     modes = [False] if options.no_overlap else [False, True]
@@ -166,6 +169,10 @@ def main() -> None:
             gain = blocking["step_ms"] / result["step_ms"] - 1
             print(line(batch, overlap, result, gain, predicted), flush=True)
             results.append({"batch": batch, "overlap": overlap, "gain": gain, "predicted_gain": predicted} | result)
+    if options.trace is not None:
+        from benchmarks.trace import trace_modes  # matplotlib is slow to import
+
+        trace_modes(options, model, int(options.batch.split(",")[0]), options.trace)
     name = "moondream2, random" if options.random_weights else Path(options.checkpoint).name
     print(json.dumps({"benchmark": "decode", "device": options.device, "model": name, "results": results}))
 

@@ -8,6 +8,7 @@ steps of both on one scale. White in the device lane of the picture is the devic
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -16,7 +17,9 @@ import matplotlib
 import torch
 
 from benchmarks.decode import Load, load_any, parser_of, settings_of
-from photon_backend.engine.trace import Trace, chrome
+from photon_backend.engine.trace import DEVICE_LANES, HOST_LANES, chrome
+from photon_backend.model.moondream import Moondream
+from photon_backend.protocol import Span
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -24,42 +27,57 @@ from matplotlib import pyplot
 TICKS = 300
 STEPS_SHOWN = 8
 COLORS = {
-    "decode": "#2a6f97",
+    "forward": "#2a6f97",
     "prefill": "#9a6fb0",
-    "ids": "#c9a227",
+    "sampling": "#61a5c2",
+    "copy": "#c9a227",
     "launch": "#3a7d44",
     "commit": "#bc4b51",
     "wait": "#f1e3d3",
 }
-LANES = ["copy", "device", "host"]  # from below
+PLACES = {"copy": 0} | dict.fromkeys(DEVICE_LANES[:3], 1) | dict.fromkeys(HOST_LANES, 2)  # from below
+PLACE_NAMES = ["copy", "device", "host"]
+
+
+def trace_modes(options: argparse.Namespace, model: Moondream, batch: int, out: Path) -> None:
+    """Records both modes, one after the other, and writes OUT.json and OUT.png."""
+    recordings = {}
+    for overlap in (False, True):
+        load = Load(settings_of(options, batch, overlap), model, options.context)
+        recordings["pipelined" if overlap else "blocking"] = record(load, batch)
+        load.close()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".json").write_text(json.dumps(chrome(recordings)))
+    draw(recordings, out.with_suffix(".png"))
+    print(f"{out}.json and {out}.png")
 
 
 @torch.inference_mode()
-def record(load: Load, batch: int) -> Trace:
-    """Traces decode steps in the steady state."""
+def record(load: Load, batch: int) -> list[Span]:
+    """The spans of decode steps in the steady state."""
     load.submit(batch, TICKS + 20)
     for _ in range(10):
         load.engine.tick()
-    trace = load.engine.trace = Trace(load.engine.stepper.compute)
+    load.engine.trace.start()
     for _ in range(TICKS):
         load.engine.tick()
-    load.engine.trace = None
+    spans = load.engine.trace.stop()
     while load.engine.tick():
         pass
-    return trace
+    return spans
 
 
-def draw(traces: dict[str, Trace], path: Path) -> None:
-    figure, axes = pyplot.subplots(len(traces), 1, figsize=(12, 2.2 * len(traces)), squeeze=False)
-    windows = [_window(trace) for trace in traces.values()]
+def draw(recordings: dict[str, list[Span]], path: Path) -> None:
+    figure, axes = pyplot.subplots(len(recordings), 1, figsize=(12, 2.2 * len(recordings)), squeeze=False)
+    windows = [_window(spans) for spans in recordings.values()]
     width = max(end - begin for begin, end in windows)
-    for axis, (title, trace), (begin, _) in zip(axes[:, 0], traces.items(), windows, strict=True):
-        for span in sorted(trace.spans, key=lambda s: s.begin - s.end):  # a wait lies on top of its commit
-            if begin <= span.end and span.begin <= begin + width and span.name in COLORS:
-                place, shade = LANES.index(span.lane), COLORS[span.name]
+    for axis, (title, spans), (begin, _) in zip(axes[:, 0], recordings.items(), windows, strict=True):
+        for span in sorted(spans, key=lambda s: s.begin - s.end):  # a wait lies on top of its commit
+            if begin <= span.end and span.begin <= begin + width and span.lane in COLORS:
+                place, shade = PLACES[span.lane], COLORS[span.lane]
                 left, length = 1e3 * (span.begin - begin), 1e3 * (span.end - span.begin)
                 axis.barh(place, length, left=left, height=0.8, color=shade, edgecolor="white", linewidth=0.3)
-        axis.set(title=title, xlim=(0, 1e3 * width), yticks=range(len(LANES)), yticklabels=LANES)
+        axis.set(title=title, xlim=(0, 1e3 * width), yticks=range(len(PLACE_NAMES)), yticklabels=PLACE_NAMES)
     axes[-1, 0].set_xlabel("ms")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     figure.tight_layout(rect=(0, 0, 0.9, 1))
@@ -67,9 +85,9 @@ def draw(traces: dict[str, Trace], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _window(trace: Trace) -> tuple[float, float]:
-    """From the middle of the trace, `STEPS_SHOWN` steps."""
-    steps = [span for span in trace.spans if span.lane == "device"]
+def _window(spans: list[Span]) -> tuple[float, float]:
+    """From the middle of the recording, `STEPS_SHOWN` steps."""
+    steps = sorted((span for span in spans if span.lane == "forward"), key=lambda span: span.begin)
     shown = steps[len(steps) // 2 :][:STEPS_SHOWN]
     return shown[0].begin, shown[-1].end
 
@@ -81,16 +99,7 @@ def main() -> int:
     parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model, batch = load_any(options), options.batch
-    traces = {}
-    for overlap in (False, True):
-        load = Load(settings_of(options, batch, overlap), model, options.context)
-        traces["pipelined" if overlap else "blocking"] = record(load, batch)
-        load.close()
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.with_suffix(".json").write_text(json.dumps(chrome(traces)))
-    draw(traces, options.out.with_suffix(".png"))
-    print(f"{options.out}.json and {options.out}.png")
+    trace_modes(options, load_any(options), options.batch, options.out)
     return 0
 
 

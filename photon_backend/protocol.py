@@ -16,13 +16,14 @@ Order for one request:
 
 `request_id` is chosen by the front end and unique within that front end's connection. `name` is what the client calls
 the request; nothing makes it unique. `Stop` ends all requests of a name, whoever's they are, and has no answer of its
-own: a supervisor passes it on for a client that has lost, or shares, the stream of its request.
+own: a supervisor passes it on for a client that has lost, or shares, the stream of its request. `Record` comes from a
+supervisor too and is answered by one Recorded, or Failed at once while another recording runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -31,6 +32,8 @@ FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 ErrorCode = Literal["INVALID_ARG", "UNAVAILABLE", "INTERNAL"]
 
 TASKS: tuple[Task, ...] = get_args(Task)
+MAX_TRACE_TICKS = 2000  # some 14 spans each: a few MiB
+MAX_TRACE_S = 60.0
 
 
 class PhotonError(Exception):
@@ -96,6 +99,14 @@ class Stop(msgspec.Struct, tag="stop"):
     name: str
 
 
+class Record(msgspec.Struct, tag="record"):
+    """Asks for a recording of the next ticks, or of what ran within `seconds`, whichever ends first."""
+
+    request_id: str
+    ticks: Annotated[int, msgspec.Meta(ge=1, le=MAX_TRACE_TICKS)]
+    seconds: Annotated[float, msgspec.Meta(gt=0, le=MAX_TRACE_S)]
+
+
 class Hello(msgspec.Struct, tag="hello"):
     """First message of a front end. Answered with a Beat."""
 
@@ -137,6 +148,20 @@ class Failed(msgspec.Struct, tag="failed"):
     refused: bool = False  # it was never accepted
 
 
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Something that took time: a phase of a tick, or work of the device for a step."""
+
+    lane: str  # see engine/trace.py
+    number: int  # of the tick in a host lane, of the step in a device lane
+    begin: float  # seconds on the monotonic clock of the engine's machine
+    end: float
+
+
+class Recorded(msgspec.Struct, tag="recorded"):
+    request_id: str
+    spans: list[Span]
+
+
 class Status(msgspec.Struct):
     """Counters since the engine's start, and gauges. submitted = done + failed + cancelled + open requests."""
 
@@ -176,8 +201,8 @@ class Beat(msgspec.Struct, tag="beat"):
     status: Status
 
 
-ToEngine = Submit | Picture | Cancel | Stop | Hello
-FromEngine = NeedPicture | Tokens | Done | Failed | Beat
+ToEngine = Submit | Picture | Cancel | Stop | Record | Hello
+FromEngine = NeedPicture | Tokens | Done | Failed | Recorded | Beat
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])

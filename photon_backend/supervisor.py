@@ -9,7 +9,8 @@ the sockets, at which the launcher ends the server.
 photon and photon_unary are loaded while some engine is up and unloaded while none is, so that Triton's readiness of
 these models is the truth. With several engines the supervisor of engine 0 does that; the others only watch theirs.
 
-A request to stop a request by its name may come to any supervisor, so each passes it on to all engines.
+A request to stop a request by its name may come to any supervisor, so each passes it on to all engines. So may one to
+record a trace of some engine: recordings.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from photon_backend.config import Settings
 from photon_backend.engine.exit_codes import EXIT_UNUSABLE
 from photon_backend.frontend.link import Link
 from photon_backend.protocol import Status, Stop
+from photon_backend.recordings import Answer, Recordings
 
 FRONT_ENDS = ("photon", "photon_unary")
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.2, 5.0
@@ -69,6 +71,7 @@ class Supervisor:
         self.restarts = 0
         self.engine_status: Status | None = None  # of the last heartbeat
         self._stops: deque[str] = deque()  # names of requests to end
+        self._recordings = Recordings(settings)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._sign = Sign(settings.run_dir, f"photon_engine_{index}")
         self._parent = os.getppid()
@@ -87,6 +90,11 @@ class Supervisor:
     def stop_request(self, name: str) -> None:
         """Ends every open request that a client gave this id, at any engine; without effect when there is none."""
         self._stops.append(name)
+        os.eventfd_write(self._wake_fd, 1)
+
+    def trace(self, engine: int, ticks: int, seconds: float, answer: Answer) -> None:
+        """Records what an engine does; see Recordings.ask."""
+        self._recordings.ask(engine, ticks, seconds, answer)
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> dict[str, object]:
@@ -115,6 +123,7 @@ class Supervisor:
             except Exception:
                 log.exception("a turn of the supervisor failed")
                 time.sleep(TURN_MS / 1000)
+        self._recordings.close()
         self._stop_engine()
         link.close()
 
@@ -122,11 +131,12 @@ class Supervisor:
         if os.getppid() != self._parent:  # Triton is gone, and a stub does not always notice that by itself
             self._stop_engine(at_once=True)
             os._exit(1)
-        for _ in link.receive():
-            pass  # heartbeats only; the peers keep them
+        for peer, messages in link.receive():
+            self._recordings.receive(peer, messages)
         while self._stops:
             link.send_all([Stop(self._stops.popleft())])
         lost = link.tend()
+        self._recordings.turn(link.peers, lost)
         own = next(peer for peer in link.peers if peer.index == self._index)
         self._up = own.up
         self.engine_status = own.status or self.engine_status

@@ -13,7 +13,15 @@ from photon_client.client import DEFAULT_URL, channel_options, check_address
 from photon_client.errors import from_rpc
 from photon_client.images import ImageLike, encode_image
 from photon_client.stream import AsyncStream
-from photon_client.wire import KEYS, Answer, build_request, build_status_request, read_status
+from photon_client.wire import (
+    KEYS,
+    Answer,
+    build_request,
+    build_status_request,
+    build_trace_request,
+    read_status,
+    read_trace,
+)
 
 
 class AsyncClient:
@@ -80,6 +88,16 @@ class AsyncClient:
         """Counters and gauges of the engine, as its supervisor knows them."""
         try:
             return read_status(await self._stub().ModelInfer(build_status_request(), timeout=timeout))
+        except grpc.RpcError as error:
+            raise from_rpc(error, self.address, timeout) from None
+
+    async def trace(
+        self, ticks: int = 300, seconds: float = 10.0, engine: int | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """What an engine does in its next ticks; see Client.trace."""
+        request = build_trace_request(ticks, seconds, engine)
+        try:
+            return read_trace(await self._stub().ModelInfer(request, timeout=timeout))
         except grpc.RpcError as error:
             raise from_rpc(error, self.address, timeout) from None
 

@@ -30,6 +30,7 @@ EXAMPLES = """examples:
   photon point - "cat" --json < photo.jpg              the picture from standard input
   photon query photo.jpg "How many?" --option temperature=0 --option 'stop=["."]'
   photon status
+  photon trace out.json                                what the engine does, for https://ui.perfetto.dev
 
 exit code: 0 answered, 1 failed or out of time, 2 wrong arguments, 3 server not reachable or not ready, 130 interrupted
 """
@@ -82,6 +83,14 @@ def build_parser() -> argparse.ArgumentParser:
         "status", help="Show what the engine is doing.", description="Show the engine's counters."
     )
     _add_common(status)
+    summary = "Record what the engine does in its next ticks."
+    trace = commands.add_parser("trace", help=summary, description=f"{summary} The file is for Perfetto or Chrome.")
+    trace.add_argument("file", metavar="FILE", type=_new_file, help="where to write the trace, such as out.json")
+    trace.add_argument("--ticks", type=int, default=300, metavar="N", help="turns of its loop (default %(default)s)")
+    limit = "end it after this time, as when the engine idles (default %(default)s)"
+    trace.add_argument("--seconds", type=_seconds, default=10.0, metavar="S", help=limit)
+    trace.add_argument("--engine", type=int, metavar="I", help="which one, where there are several")
+    _add_common(trace)
     return parser
 
 
@@ -134,6 +143,11 @@ def _picture_file(text: str) -> Path:
     path = Path(text)
     if Image.registered_extensions().get(path.suffix.lower()) not in Image.SAVE:
         raise argparse.ArgumentTypeError(f"expected the name of a picture, such as boxes.png, got {text!r}")
+    return _new_file(text)
+
+
+def _new_file(text: str) -> Path:
+    path = Path(text)
     if not path.parent.is_dir():
         raise argparse.ArgumentTypeError(f"no such directory: {str(path.parent)!r}")
     return path
@@ -143,8 +157,22 @@ def _run(arguments: argparse.Namespace) -> None:
     with Client(arguments.url) as client:
         if arguments.command == "status":
             _print_status(client.status(arguments.timeout), arguments.json)
+        elif arguments.command == "trace":
+            _trace(client, arguments)
         else:
             _ask(client, arguments)
+
+
+def _trace(client: Client, arguments: argparse.Namespace) -> None:
+    with Progress("recording"):
+        trace = client.trace(arguments.ticks, arguments.seconds, arguments.engine, arguments.timeout)
+    arguments.file.write_text(json.dumps(trace))
+    numbers = [event["args"] for event in trace["traceEvents"] if event["ph"] == "X"]
+    counts = {f"{kind}s": len({number[kind] for number in numbers if kind in number}) for kind in ("tick", "step")}
+    if arguments.json:
+        print(json.dumps({"file": str(arguments.file), **counts}))
+    else:
+        print(f"{arguments.file}: {counts['ticks']} ticks, {counts['steps']} steps; open it in https://ui.perfetto.dev")
 
 
 def _ask(client: Client, arguments: argparse.Namespace) -> None:

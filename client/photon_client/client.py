@@ -10,7 +10,15 @@ from tritonclient.grpc import service_pb2_grpc
 from photon_client.errors import InvalidArgument, from_rpc
 from photon_client.images import ImageLike, encode_image
 from photon_client.stream import Stream
-from photon_client.wire import KEYS, Answer, build_request, build_status_request, read_status
+from photon_client.wire import (
+    KEYS,
+    Answer,
+    build_request,
+    build_status_request,
+    build_trace_request,
+    read_status,
+    read_trace,
+)
 
 DEFAULT_URL = "127.0.0.1:8001"
 
@@ -92,6 +100,18 @@ class Client:
         """Counters and gauges of the engine, as its supervisor knows them."""
         try:
             return read_status(self._stub.ModelInfer(build_status_request(), timeout=timeout))
+        except grpc.RpcError as error:
+            raise from_rpc(error, self.address, timeout) from None
+
+    def trace(
+        self, ticks: int = 300, seconds: float = 10.0, engine: int | None = None, timeout: float | None = None
+    ) -> dict[str, Any]:
+        """What an engine does in its next ticks, or in so many seconds if that is less: a document in Chrome's trace
+        format, for Perfetto. `engine` is its number; None: that of whichever supervisor answers. One recording at a
+        time: Unavailable while there is another."""
+        request = build_trace_request(ticks, seconds, engine)
+        try:
+            return read_trace(self._stub.ModelInfer(request, timeout=timeout))
         except grpc.RpcError as error:
             raise from_rpc(error, self.address, timeout) from None
 

@@ -44,6 +44,34 @@ def build_status_request() -> Any:
     return request
 
 
+def build_trace_request(ticks: int, seconds: float, engine: int | None) -> Any:
+    """A ModelInferRequest for the model `photon_engine`, answered with the STRING [1] output `trace`.
+
+    Raises InvalidArgument for a number that its tensor cannot hold; all else is the server's to judge.
+    """
+    request = service_pb2.ModelInferRequest(model_name="photon_engine")
+    _add_string(request, "command", b"trace")
+    numbers: list[tuple[str, str, str, float | None]] = [
+        ("ticks", "INT32", "<i", ticks),
+        ("seconds", "FP32", "<f", seconds),
+        ("engine", "INT32", "<i", engine),
+    ]
+    for name, datatype, form, value in numbers:
+        if value is not None:
+            try:
+                content = struct.pack(form, value)
+            except (struct.error, OverflowError) as error:
+                raise InvalidArgument(f"{name}: not a number that {datatype} holds: {value!r}") from error
+            request.inputs.add(name=name, datatype=datatype, shape=[1])
+            request.raw_input_contents.append(content)
+    return request
+
+
+def read_trace(response: Any) -> dict[str, Any]:
+    """The trace of a ModelInferResponse. Raises Internal when it holds none."""
+    return _from_json(_string(InferResult(response), "trace"), "trace")
+
+
 def read_status(response: Any) -> dict[str, Any]:
     """The status of a ModelInferResponse. Raises Internal when it holds none."""
     return _from_json(_string(InferResult(response), "status"), "status")

@@ -34,11 +34,11 @@ from photon_backend.engine.prefix_cache import PrefixCache
 from photon_backend.engine.scheduler import Plan, Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.stepper import Stepper, default_num_pages
-from photon_backend.engine.trace import Trace
+from photon_backend.engine.trace import Recorder
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
-from photon_backend.protocol import FromEngine, Status, ToEngine, unavailable
+from photon_backend.protocol import FromEngine, Record, Status, ToEngine, unavailable
 
 LONGEST_SLEEP_S = 3600.0  # a deadline may lie further off than a lock can wait
 log = logging.getLogger("photon.engine")
@@ -82,7 +82,8 @@ class Engine:
             self.config, settings.max_waiting, self.scheduler, matcher_for, self._release, self.constraints
         )
         self.failure: BaseException | None = None
-        self.trace: Trace | None = None  # records while it is set; set between two ticks
+        self.trace = self.stepper.trace  # started and stopped between two ticks, or by the recorder
+        self.recorder = Recorder(self.trace, emit)
         self._emit = emit
         self._wake = threading.Condition()
         self._inbox: deque[tuple[bytes, ToEngine | Compiled | None, np.ndarray | None]] = deque()
@@ -135,7 +136,6 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._tick_number += 1
                 self._at_work = True
                 if not self.tick():
                     self._at_work = bool(self.scheduler.running)  # idle beside running rows: not our plan, so no rest
@@ -147,6 +147,7 @@ class Engine:
 
     def tick(self) -> bool:
         """One turn of the loop; False when there was nothing to do and nothing is in flight."""
+        self._tick_number += 1
         started, waited = time.perf_counter(), self._waited_s
         self._intake()
         now = self._mark("intake", started)
@@ -155,6 +156,8 @@ class Engine:
             now = self._mark("commit", now)
         self._finalize()
         now = self._mark("finalize", now)
+        if self.recorder.start():
+            now = time.perf_counter()
         plan = self.scheduler.plan(self.pipeline.next_index)
         busy = plan is not None or bool(self.pipeline)  # a commit may free what the next plan waits for
         if plan is not None:
@@ -165,6 +168,7 @@ class Engine:
             now = self._mark("commit", now)
         self._flush()
         ended = self._mark("emit", now)
+        self.recorder.end_of_tick()
         if busy:
             self._ticks += 1
             self._host_s += ended - started - (self._waited_s - waited)
@@ -173,11 +177,11 @@ class Engine:
             self._status = self.snapshot()
         return busy
 
-    def _mark(self, name: str, begin: float) -> float:
+    def _mark(self, lane: str, begin: float) -> float:
         """The time now, where a phase of the tick ends."""
         end = time.perf_counter()
-        if self.trace is not None:
-            self.trace.host(name, begin, end)
+        if self.trace.on:
+            self.trace.host(lane, self._tick_number, begin, end)
         return end
 
     def _intake(self) -> None:
@@ -188,7 +192,11 @@ class Engine:
                 error = self.constraints.take(message)
                 if error is not None:
                     self.book.fail(message.sequence, error.code, error.message, now)
+            elif isinstance(message, Record):
+                self.recorder.take(client, message, now)
             else:
+                if message is None:
+                    self.recorder.drop(client)
                 self.book.take(client, message, pixels, now)
         self.book.expire(now)
 
@@ -197,7 +205,7 @@ class Engine:
         step = self.pipeline.commit_oldest()
         started = time.perf_counter()
         try:
-            ids, values = self.stepper.read(step, self.trace)
+            ids, values = self.stepper.read(step)
         except Exception as error:
             if self._fatal(error):
                 raise
@@ -253,7 +261,7 @@ class Engine:
     def _idle(self) -> None:
         """Sleeps until a message comes or the next deadline passes."""
         self.stepper.pause()
-        timeout = self.book.next_deadline() - time.monotonic()
+        timeout = min(self.book.next_deadline(), self.recorder.deadline) - time.monotonic()
         with self._wake:
             if not self._inbox and not self._stopping:
                 self._wake.wait(min(max(0.0, timeout), LONGEST_SLEEP_S))
@@ -263,6 +271,7 @@ class Engine:
         reason = "it failed" if self.failure else "it is shutting down"
         error = unavailable(f"the engine ended before the answer was complete: {reason}", 5)
         self.book.fail_all(error.code, error.message, time.monotonic())
+        self.recorder.fail(error)
         self._flush()
         self._status = self.snapshot()
         self.constraints.close()

@@ -45,6 +45,7 @@ class Step:
     begun: Any = None  # event before its forward; set by the stepper, as the next one is
     done: Any = None  # event after its sampling
     copied: Any = None  # event after which the host may read the slot's mirrors; set by `sampled`
+    spans: list[Any] = field(default_factory=list)  # (lane, event, event) of its pieces, while a trace is on
     entries: list[Any] = field(default_factory=list)  # prefix cache entries that this step computes
 
 

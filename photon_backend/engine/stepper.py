@@ -18,7 +18,7 @@ from photon_backend.engine.runner import PrefillRow, Runner
 from photon_backend.engine.scheduler import Admission, Plan
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.slots import DecodeSlot
-from photon_backend.engine.streams import Event, make_streams
+from photon_backend.engine.streams import Event, Stream, make_streams
 from photon_backend.engine.tables import Block
 from photon_backend.engine.trace import Trace
 from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton, fill_lines
@@ -42,6 +42,7 @@ class Stepper:
         if settings.graphs and not settings.debug and table.device.type == "cuda":  # debug asserts wait for the device
             self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
         self.compute, self.copy = make_streams(table.device, delay)
+        self.trace = Trace(self.compute)
         self.busy_ms = self.idle_ms = 0.0  # of the device, while steps followed each other
         self._last_done: Event | None = None
 
@@ -51,48 +52,76 @@ class Stepper:
         step.begun = self.compute.record()
         if self.debug:
             slot.poison()
+        sampled_inside = False
         if plan.kind == "prefill":
             self.compute.run(
                 self.runner.prefill, slot, [_prefill_row(a, self.tables.free_row) for a in plan.admissions]
             )
             self._wait_for_tables(plan.admissions)
-            if samples:
-                self.compute.run(self.runner.sample, slot, len(step.sequences), _spatial(step), False, _automata(step))
-            return
+        else:
+            sampled_inside = self._launch_decode(step, slot, samples)
+        forwarded = self._span(step, "prefill" if plan.kind == "prefill" else "forward", self.compute, step.begun)
+        if samples and not sampled_inside:
+            self.compute.run(self.runner.sample, slot, len(step.sequences), _spatial(step), False, _automata(step))
+            self._span(step, "sampling", self.compute, forwarded)
+
+    def _launch_decode(self, step: Step, slot: DecodeSlot, samples: bool) -> bool:
+        """Whether the sampling is in it too: where there are graphs."""
         rows = [s.row for s in step.sequences]
+        if self.graphs is not None:
+            self.compute.run(self._replay, slot, rows, _spatial(step) or _automata(step), samples)
+            return True
         # planned already counts this step; the token that it feeds is the one before the token that it samples
         position = max(s.prompt_len + s.planned - 2 for s in step.sequences)
-        self.compute.run(
-            self._decode, slot, rows, position // self.page_size + 1, _spatial(step), samples, _automata(step)
-        )
+        self.compute.run(self._decode, slot, rows, position // self.page_size + 1, _spatial(step))
+        return False
 
-    def _decode(
-        self, slot: DecodeSlot, rows: list[int], num_pages: int, spatial: bool, samples: bool, automata: bool
-    ) -> None:
-        if self.graphs is not None:
-            batch = self.graphs.bucket(len(rows))
-            slot.load_rows(rows + [self.runner.scratch] * (batch - len(rows)))
-            self.graphs.replay(slot, batch, spatial or automata, samples)
-            return
+    def _replay(self, slot: DecodeSlot, rows: list[int], spatial: bool, samples: bool) -> None:
+        assert self.graphs is not None
+        batch = self.graphs.bucket(len(rows))
+        slot.load_rows(rows + [self.runner.scratch] * (batch - len(rows)))
+        self.graphs.replay(slot, batch, spatial, samples)
+
+    def _decode(self, slot: DecodeSlot, rows: list[int], num_pages: int, spatial: bool) -> None:
         slot.load_rows(rows)
         self.runner.decode(slot, len(rows), num_pages, spatial)
-        if samples:
-            self.runner.sample(slot, len(rows), spatial, False, automata)
 
     def sample_masked(self, step: Step) -> None:
         """Queues the sampling of a step with the masks that `fill_masks` has written."""
         slot, number = self.slots[step.slot], len(step.sequences)
+        begun = self._now(self.copy)
         self.copy.run(slot.upload_mask, number)
+        self._span(step, "copy", self.copy, begun)
         self.compute.wait(self.copy.record())
+        begun = self._now(self.compute)
         self.compute.run(self.runner.sample, slot, number, _spatial(step), True, _automata(step))
+        self._span(step, "sampling", self.compute, begun)
 
     def copy_out(self, step: Step) -> Event:
         """Queues the copy of a sampled step's results; the event lets the host read them."""
         slot = self.slots[step.slot]
         step.done = self.compute.record()
         self.copy.wait(step.done)
+        begun = self._now(self.copy)
         self.copy.run(slot.copy_out)
+        self._span(step, "copy", self.copy, begun)
         return self.copy.record()
+
+    def _now(self, stream: Stream) -> Event | None:
+        """While a trace is on: an event amid the work of a step. An error before it stays with the step, whose last
+        event must carry it."""
+        if not self.trace.on:
+            return None
+        event = stream.record()
+        stream.wait(event)
+        return event
+
+    def _span(self, step: Step, lane: str, stream: Stream, begun: Event | None) -> Event | None:
+        """While a trace is on: notes what the stream did for the step since `begun`; the event where that ends."""
+        ended = self._now(stream)
+        if ended is not None:
+            step.spans.append((lane, begun, ended))
+        return ended
 
     def fill_masks(self, step: Step) -> list[Sequence]:
         """Writes the legal ids of every sequence of the step; returns those that have none, which must fail."""
@@ -124,13 +153,13 @@ class Stepper:
                 self.compute.wait(block.ready)
                 block.ready = None
 
-    def read(self, step: Step, trace: Trace | None = None) -> tuple[list[int], list[list[float]]]:
+    def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
         """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
         step.copied.wait()
         self._account(step)
-        if trace is not None:
-            trace.device("device", step.kind, step.begun, step.done)
-            trace.device("copy", "ids", step.done, step.copied)
+        if self.trace.on:
+            for lane, begun, ended in step.spans:
+                self.trace.device(lane, step.index, begun, ended)
         slot, number = self.slots[step.slot], len(step.sequences)
         ids = slot.host_ids[:number].tolist()
         assert not self.debug or min(ids) >= 0, "a mirror was read before its copy had landed"

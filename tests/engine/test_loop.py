@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from harness import CLIENT, Bench, request
 
-from photon_backend.engine.trace import Trace, chrome
 from photon_backend.protocol import Done, Failed, NeedPicture
 
 
@@ -298,21 +297,3 @@ def test_a_broken_tick_answers_everything_unavailable(checkpoint, monkeypatch):
     bench.engine._thread.join(30)
     assert isinstance(bench.engine.failure, RuntimeError)
     assert {answer.reason for answer in bench.answers.values()} == {"UNAVAILABLE"}
-
-
-def test_a_trace_shows_the_overlap(make_bench, checkpoint):
-    """Pipelined, device steps begin before the commit of the step before them has ended; blocking they never do."""
-    for overlap in (True, False):
-        bench = make_bench(overlap=overlap)
-        bench.engine.trace = Trace(bench.engine.stepper.compute)
-        bench.submit(*request("r", checkpoint, 2, task="query", reasoning=False, max_tokens=12, temperature=0.0))
-        bench.drain()
-        spans = bench.engine.trace.spans
-        commits = [s for s in spans if (s.lane, s.name) == ("host", "commit")]
-        steps = [s for s in spans if s.lane == "device"]
-        assert len(commits) == len(steps) == bench.engine.pipeline.num_launched
-        early = [step.begin < commit.end for commit, step in zip(commits, steps[1:], strict=False)]
-        assert any(early) == overlap
-        events = chrome({"run": bench.engine.trace})["traceEvents"]
-        assert {e["name"] for e in events if e["ph"] == "X"} >= {"launch", "commit", "wait", "decode", "prefill", "ids"}
-        assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in events if e["ph"] == "X")
