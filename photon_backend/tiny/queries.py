@@ -234,4 +234,6 @@ def ask_background(rng: random.Random, scene: Scene) -> Question | None:
 
 
 def ask_describe(rng: random.Random, scene: Scene) -> Question | None:
+    if len(scene.items) < 4 and rng.random() < 0.5:  # as with short captions
+        return None
     return query(rng, "describe", DESCRIBE, caption(scene, "short"), mark("objects", scene.items))

@@ -36,6 +36,8 @@ class Question:
     marks: tuple[Mark, ...] = ()
     reasoning: bool = False
     picture: bool = True
+    schema: str = ""  # of a JSON answer
+    keys_given: bool = False  # a grammar gives the first punctuation and the keys of the JSON answer
 
 
 def mark(label: str, things: Sequence[Item | Printed]) -> Mark:

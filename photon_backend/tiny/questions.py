@@ -9,20 +9,25 @@ from collections.abc import Callable
 from photon_backend.tiny import queries, relations, spatial
 from photon_backend.tiny.captions import LENGTHS, caption
 from photon_backend.tiny.chat import ask_without_picture
+from photon_backend.tiny.json_queries import ask_json
 from photon_backend.tiny.question import Question, with_reasoning
 from photon_backend.tiny.scenes import Scene
 
+CROWD = 4  # objects
 Asker = Callable[[random.Random, Scene], Question | None]
 
 
-def ask_caption(rng: random.Random, scene: Scene) -> Question:
+def ask_caption(rng: random.Random, scene: Scene) -> Question | None:
+    """Short ones mostly of crowded scenes: to gather things in groups is what is learned last."""
     length = rng.choice(LENGTHS)
+    if length == "short" and len(scene.items) < CROWD and rng.random() < 0.5:
+        return None
     return Question("caption", f"caption {length}", length, caption(scene, length))
 
 
 # Shares of the training questions. Reading and counting get more, because they are learned last.
 ASKERS: tuple[tuple[Asker, float], ...] = (
-    (ask_caption, 1.6),
+    (ask_caption, 2.2),
     (spatial.ask_detect, 2.4),
     (spatial.ask_point, 2.0),
     (queries.ask_color, 1.5),
@@ -37,6 +42,7 @@ ASKERS: tuple[tuple[Asker, float], ...] = (
     (queries.ask_describe, 0.5),
     (relations.ask_relation, 2.4),
     (spatial.ask_reference, 1.4),
+    (ask_json, 2.2),
 )
 _FUNCTIONS = tuple(asker for asker, _ in ASKERS)
 _CUMULATIVE = tuple(itertools.accumulate(share for _, share in ASKERS))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -13,6 +14,7 @@ from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.tiny.question import SEE, SEE_ALL, SEE_NONE, SO, Mark, Question
 
 NONE = -1  # no target here
+_GIVEN = re.compile(r'^\W+|(?<=[{,]")[a-z]+(?=":)')  # what a JSON answer starts with, and its keys
 INPUT_NOISE = 1.5  # bins; values are fed back a little wrong, as the model's own predictions are
 
 
@@ -81,7 +83,8 @@ class Encoder:
             if question.reasoning:
                 self._reasoning(spelling, question, rng)
                 spelling.say([self.special.answer_id])
-            spelling.say(self.text(question.answer))
+            for text, is_given in _pieces(question):
+                (spelling.extend if is_given else spelling.say)(self.text(text))
         spelling.tokens[-1] = self.special.eos_id
         return spelling
 
@@ -142,3 +145,15 @@ class Encoder:
         spelling.coords[spelling.last] = value * bins
         chosen = min(bins - 1, max(0, round(value * bins + rng.gauss(0, INPUT_NOISE))))
         spelling.value(self.special.coord_id, chosen / bins)
+
+
+def _pieces(question: Question) -> Iterator[tuple[str, bool]]:
+    """The answer in pieces, and whether a piece is given. Letters never meet letters at a cut, so the pieces have the
+    ids that the whole has."""
+    end = 0
+    for match in _GIVEN.finditer(question.answer) if question.keys_given else ():
+        if match.start() > end:
+            yield question.answer[end : match.start()], False
+        yield match.group(), True
+        end = match.end()
+    yield question.answer[end:], False

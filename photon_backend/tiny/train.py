@@ -1,7 +1,10 @@
-"""Trains the bundled model: `python -m photon_backend.tiny.train --seed 0 --out DIR`.
+"""Trains the bundled model: `python -m photon_backend.tiny.train --seed 0`.
 
 Everything is learned from scenes drawn on the fly; no picture is seen twice. The checkpoint written is the model in
 float16 (half the bytes of float32, and more digits than bfloat16; the weights are small enough for its range).
+
+A training that is killed or paused (`--minutes`) goes on when the same command is given again: scene and questions of
+a step depend on seed and step alone, and so does the learning rate. See state.py.
 """
 
 from __future__ import annotations
@@ -9,25 +12,25 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from photon_backend.config import TINY_CHECKPOINT
-from photon_backend.model.attention import dense_attend
 from photon_backend.model.config import load_config
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.region import Region
-from photon_backend.model.vision import Vision
-from photon_backend.model.weights import load_model, random_model, save_checkpoint
-from photon_backend.tiny.batches import LETTERS, MAX_LETTERS, Batches, tilings_of, unpack
-from photon_backend.tiny.scenes import COLORS, KINDS, SIZES
-from photon_backend.tiny.spelling import NONE
+from photon_backend.model.weights import random_model, save_checkpoint
+from photon_backend.tiny.batches import Batches, unpack
+from photon_backend.tiny.losses import CellHeads, losses, stitching, total
+from photon_backend.tiny.state import State, load_state, remove_states, save_state
+from photon_backend.tiny.vocabulary import write as write_vocabulary
 
 
 @dataclass(frozen=True)
@@ -39,120 +42,11 @@ class Stage:
     rate: float  # peak learning rate
 
 
-STAGES = (Stage(5800, 128, 2e-3), Stage(3870, 256, 2e-3))
+STAGES = (Stage(5800, 128, 2e-3), Stage(4400, 256, 2e-3))
 STAGE_SEEDS = 1000  # between the seeds of two stages
 QUESTION_LEN = 255  # with the prefix of 145 a multiple of 16
 WARMUP, WEIGHT_DECAY, MAX_NORM = 400, 0.05, 1.0
-BIN_SPREAD = 1.0  # standard deviation, in bins, of the target around the true value
-COORD_WEIGHT, SIZE_WEIGHT, CELL_WEIGHT = 0.5, 0.3, 0.5
-
-
-class CellHeads(nn.Module):
-    """What each picture embedding must tell by itself, for training only: this is how sight is learned quickly."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.counts = {"kind": len(KINDS) + 2, "color": len(COLORS), "size": len(SIZES)}
-        width = sum(self.counts.values()) + 4 + MAX_LETTERS * (len(LETTERS) + 1)
-        self.linear = nn.Linear(dim, width)
-
-    def forward(self, embeddings: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        """embeddings: [B, N, D]. Returns the sum of the losses."""
-        out = self.linear(embeddings).flatten(0, 1).float()
-        *parts, box, letters = out.split([*self.counts.values(), 4, MAX_LETTERS * (len(LETTERS) + 1)], dim=-1)
-        loss = out.new_zeros(())
-        for name, logits in zip(self.counts, parts, strict=True):
-            loss = loss + self._mean(logits, batch[f"cell_{name}"])
-        taken = (batch["cell_kind"].flatten() > 0)[:, None]
-        difference = (box - batch["cell_box"].flatten(0, 1)).abs() * taken
-        loss = loss + 10 * difference.sum() / (4 * taken.sum()).clamp(min=1)
-        return loss + self._mean(letters.unflatten(-1, (MAX_LETTERS, -1)).flatten(0, 1), batch["cell_letters"])
-
-    @staticmethod
-    def _mean(logits: Tensor, wanted: Tensor) -> Tensor:
-        """Over the cells that have a target; 0 when none has."""
-        wanted = wanted.flatten()
-        summed = F.cross_entropy(logits, wanted, ignore_index=NONE, reduction="sum")
-        return summed / (wanted != NONE).sum().clamp(min=1)
-
-
-def stitching(vision: Vision) -> Tensor:
-    """What `Vision.merge` does to each tile, as matrices: float32 [tiles of all tilings, N, N].
-
-    Stitching and pooling are linear, so the pooled map of a picture is the sum of one matrix product per tile; that
-    treats all tiles of a batch at once, where `Vision.encode` goes picture by picture.
-    """
-    num_patches = vision.config.num_patches
-    matrices = []
-    for rows, columns in tilings_of(vision.config.max_crops):
-        count = rows * columns
-        basis = torch.eye(count * num_patches).unflatten(0, (count, num_patches))
-        features = torch.cat([torch.zeros_like(basis[:1]), basis])
-        pooled = vision.merge(features, (rows, columns))[:, count * num_patches :]
-        matrices.append(pooled.unflatten(1, (count, num_patches)).transpose(0, 1))
-    return torch.cat(matrices)
-
-
-def encode_pictures(vision: Vision, matrices: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    """The same as `Vision.encode`, for a batch of `make_batch`. Returns [B, N, D]."""
-    pictures = batch["globals"].shape[0]
-    features = vision.encode_crops(torch.cat([batch["globals"], batch["tiles"]]))
-    placed = torch.bmm(matrices[batch["tile_kind"]].to(features.dtype), features[pictures:])
-    pooled = torch.zeros_like(features[:pictures]).index_add(0, batch["tile_picture"], placed.to(features.dtype))
-    return vision.proj_mlp(torch.cat([features[:pictures], pooled], dim=-1))
-
-
-def packed_mask(segments: Tensor, sees_picture: Tensor, prefix_len: int) -> Tensor:
-    """segments: [B, Q]; sees_picture: bool [B, Q]. Returns bool [B, T, T], T = prefix_len + Q (see `batches`)."""
-    batch, length = segments.shape
-    mask = torch.zeros(batch, prefix_len + length, prefix_len + length, dtype=torch.bool, device=segments.device)
-    mask[:, :, :prefix_len] = F.pad(sees_picture, (prefix_len, 0), value=True)[:, :, None]
-    same = segments[:, :, None] == segments[:, None, :]
-    mask[:, prefix_len:, prefix_len:] = same.tril()
-    return mask
-
-
-def losses(model: Moondream, heads: CellHeads, matrices: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Mean loss per kind of target."""
-    text, region, special = model.text, model.region, model.config.tokenizer
-    picture = encode_pictures(model.vision, matrices, batch)
-    ids, values = batch["ids"], batch["values"]
-    x = text.embed(ids)
-    x = torch.where((ids == special.coord_id)[..., None], region.encode_coordinate(values[..., :1]), x)
-    x = torch.where((ids == special.size_id)[..., None], region.encode_size(values), x)
-    bos = text.embed(torch.full_like(ids[:, :1], special.bos_id))
-    x = torch.cat([bos, picture, x], dim=1)
-    prefix_len = model.config.prefix_len
-    before = torch.arange(prefix_len, device=ids.device).expand(ids.shape[0], -1)
-    mask = packed_mask(batch["segments"], batch["sees_picture"], prefix_len)
-    hidden = text(x, torch.cat([before, batch["positions"]], dim=1), dense_attend(mask))
-    hidden = hidden[:, prefix_len:].flatten(0, 1)
-    logits = text.logits(hidden[batch["token_place"]]).float()
-    coords = region.decode_coordinate(hidden[batch["coord_place"]]).float()
-    sizes = region.decode_size(hidden[batch["size_place"]]).float()
-    return {
-        "token": weighted_loss(logits, batch["token"], batch["token_weight"]),
-        "coord": bin_loss(coords, batch["coord"]),
-        "size": bin_loss(sizes, batch["size"]),
-        "cell": heads(picture, batch),
-    }
-
-
-def weighted_loss(logits: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
-    return (F.cross_entropy(logits, wanted, reduction="none") * weights).sum() / weights.sum()
-
-
-def bin_loss(logits: Tensor, wanted: Tensor) -> Tensor:
-    """Cross entropy with a bell around the true value. logits: [..., bins]; wanted: [...], in bins, not rounded."""
-    bins = torch.arange(logits.shape[-1], device=logits.device, dtype=torch.float32)
-    target = torch.softmax(-0.5 * ((bins - wanted[..., None]) / BIN_SPREAD) ** 2, dim=-1)
-    return -(target * logits.log_softmax(-1)).sum(-1).mean()
-
-
-def total(parts: dict[str, Tensor], progress: float) -> Tensor:
-    """The loss that is minimised; the cell losses fade out over the first 80 % of the training."""
-    cell_weight = CELL_WEIGHT * max(0.0, 1.0 - progress / 0.8)
-    return parts["token"] + COORD_WEIGHT * parts["coord"] + SIZE_WEIGHT * parts["size"] + cell_weight * parts["cell"]
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def rate(step: int, progress: float, peak: float) -> float:
@@ -189,6 +83,27 @@ class Optimizer:
         self.adam.step()
         torch._foreach_copy_(self.parameters, self.masters)
 
+    @torch.no_grad()
+    def state(self) -> dict[str, Tensor]:
+        """Weights in float32 and moments in bfloat16: 45 MB. The moments that go on are rounded too, so a training that
+        pauses here and one that does not are the same."""
+        tensors = {}
+        for number, master in enumerate(self.masters):
+            tensors[f"weight.{number}"] = master.detach()
+            for name in MOMENTS:
+                moment = self.adam.state[master][name]
+                moment.copy_(moment.bfloat16())
+                tensors[f"{name}.{number}"] = moment.bfloat16()
+        return tensors
+
+    @torch.no_grad()
+    def load(self, tensors: dict[str, Tensor], step: int) -> None:
+        for number, (master, parameter) in enumerate(zip(self.masters, self.parameters, strict=True)):
+            master.copy_(tensors[f"weight.{number}"])
+            parameter.copy_(master)
+            moments = {name: tensors[f"{name}.{number}"].to(master) for name in MOMENTS}
+            self.adam.state[master] = {"step": torch.tensor(float(step), device=master.device), **moments}
+
     def restore(self) -> None:
         """Gives the modules their float32 weights."""
         for master, parameter in zip(self.masters, self.parameters, strict=True):
@@ -202,58 +117,132 @@ def fix_frequencies(region: Region) -> None:
         frequencies.copy_(frequencies.bfloat16())
 
 
-def train(model: Moondream, stage: Stage, seed: int, args: argparse.Namespace) -> Moondream:
-    """One stage. `seed` numbers its scenes. The model is float32 before and after."""
+def train(model: Moondream, stage: Stage, number: int, run: Run, state: State) -> bool:
+    """One stage, from where `state` stands. The model is float32 before and after. False when it paused."""
+    seed = run.seed + STAGE_SEEDS * number  # of its scenes and of the heads
     torch.manual_seed(seed)
     device = model.text.wte.device
     fix_frequencies(model.region)
     heads = CellHeads(model.config.text.dim).to(device)
     matrices = stitching(model.vision).to(device)
     optimizer = Optimizer([model, heads], stage.rate)
-    batches = Batches(args.checkpoint, seed, stage.pictures, QUESTION_LEN, stage.steps)
-    loader = DataLoader(batches, batch_size=None, num_workers=args.workers, pin_memory=device.type == "cuda")
-    started = time.perf_counter()
-    for step, (buffer, layout) in enumerate(loader):
-        progress = step / stage.steps
-        if args.minutes:
-            progress = max(progress, (time.perf_counter() - started) / (60 * args.minutes))
-        if progress >= 1:
-            break
-        parts = losses(model, heads, matrices, unpack(buffer.to(device, non_blocking=True), layout))
-        total(parts, progress).backward()
-        optimizer.step(rate(step, progress, stage.rate))
-        if step % args.log_every == 0 or step == stage.steps - 1:
-            report(step, progress, parts, time.perf_counter() - started)
+    first = state.step
+    if first:
+        optimizer.load(state.tensors, first)
+    feed = Feed(Batches(run.out, seed, stage.pictures, QUESTION_LEN, stage.steps), first, run.workers, device)
+    for step in range(first, stage.steps):
+        parts = losses(model, heads, matrices, feed.next())
+        total(parts, step / stage.steps).backward()
+        optimizer.step(rate(step, step / stage.steps, stage.rate))
+        if step % run.log_every == 0 or step == stage.steps - 1:
+            run.report(number, step, parts, feed.waited_s)
+        if (step + 1) % run.save_every == 0 and step + 1 < stage.steps:
+            save_state(State(run.seed, number, step + 1, optimizer.state() | untrained(model)), run.out)
+            if run.is_time_up():
+                return False
     optimizer.restore()
-    return model
+    return True
 
 
-def report(step: int, progress: float, parts: dict[str, Tensor], seconds: float) -> None:
-    line = {name: round(value.item(), 4) for name, value in parts.items()}
-    print(json.dumps({"step": step, "progress": round(progress, 4), "seconds": round(seconds, 1), **line}), flush=True)
+def untrained(model: Moondream) -> dict[str, Tensor]:
+    return {name: p.detach().float() for name, p in model.named_parameters() if not p.requires_grad}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", type=Path, default=TINY_CHECKPOINT, help="has config.json and tokenizer.json")
-    parser.add_argument("--out", type=Path, required=True, help="directory for the trained checkpoint")
+class Feed:
+    """The batches of a stage from step `first` on, and for how long the trainer has waited for them."""
+
+    def __init__(self, batches: Batches, first: int, workers: int, device: torch.device) -> None:
+        order = range(first, len(batches))
+        loader = DataLoader(
+            batches, batch_size=None, sampler=order, num_workers=workers, pin_memory=device.type == "cuda"
+        )
+        self.batches, self.device, self.waited_s = iter(loader), device, 0.0
+
+    def next(self) -> dict[str, Tensor]:
+        start = time.perf_counter()
+        buffer, layout = next(self.batches)
+        self.waited_s += time.perf_counter() - start
+        return unpack(buffer.to(self.device, non_blocking=True), layout)
+
+
+@dataclass
+class Run:
+    """One call of the command."""
+
+    out: Path
+    seed: int
+    workers: int = 0
+    minutes: float | None = None  # after which it pauses, at the first state that it saves
+    log_every: int = 200
+    save_every: int = 250
+    started: float = field(default_factory=time.perf_counter)
+    saved_at: float = field(default_factory=time.perf_counter)
+
+    def is_time_up(self) -> bool:
+        """Asked after each save. True when another stretch as long as the last one would end too late."""
+        now = time.perf_counter()
+        longest, self.saved_at = now - self.saved_at, now
+        return self.minutes is not None and now + longest - self.started > 60 * self.minutes
+
+    def report(self, stage: int, step: int, parts: dict[str, Tensor], waited_s: float) -> None:
+        """One line on the screen and in OUT/train.log. waited: seconds for data in this stage, in this call."""
+        losses = {name: round(value.item(), 4) for name, value in parts.items()}
+        self.say({"stage": stage, "step": step, **losses, "waited": round(waited_s, 1)})
+
+    def say(self, document: dict[str, object]) -> None:
+        line = json.dumps({"seconds": round(time.perf_counter() - self.started, 1), **document})
+        print(line, flush=True)
+        with (self.out / "train.log").open("a") as log:
+            log.write(line + "\n")
+
+
+def train_all(run: Run, state: State, device: str, stages: Sequence[Stage] = STAGES) -> bool:
+    """Every stage that is still to do, from `state` on. True when the checkpoint is complete, False when it paused.
+
+    Between two stages the weights pass through float16, as in the checkpoint.
+    """
+    if not (run.out / "tokenizer.json").exists():
+        write_vocabulary(run.out)
+    model = random_model(load_config(run.out), device, torch.float32, run.seed)
+    model.load_state_dict({name: t for name, t in state.tensors.items() if name in model.state_dict()}, strict=False)
+    for number in range(state.stage, len(stages)):
+        run.say({"stage": number, "step": state.step, "steps": stages[number].steps, "workers": run.workers})
+        if not train(model, stages[number], number, run, state):
+            return False
+        model.half()
+        state = State(run.seed, number + 1, 0, dict(model.state_dict()))
+        if number + 1 < len(stages):
+            save_state(state, run.out)
+            if run.is_time_up():
+                return False
+        model.float()
+    save_checkpoint(model.half(), run.out)
+    remove_states(run.out)
+    return True
+
+
+def main() -> int:
+    """Exit status 0: the checkpoint is complete; 3: paused, the same command goes on."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/tiny"), help="directory of the checkpoint and the state")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--first-stage", type=int, default=0, help="above 0: starts from the weights in --checkpoint")
-    parser.add_argument("--minutes", type=float, default=0.0, help="of a stage; cuts its schedule short, 0: never")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--workers", type=int, default=15, help="processes that render and ask")
+    parser.add_argument("--minutes", type=float, help="pause before so much time has passed; default: never")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1), help="draw and ask")
     parser.add_argument("--log-every", type=int, default=200)
     args = parser.parse_args()
-    if args.first_stage:
-        model = load_model(args.checkpoint, args.device, torch.float32).train().requires_grad_(True)
-    else:
-        model = random_model(load_config(args.checkpoint), args.device, torch.float32, args.seed)
-    for number in range(args.first_stage, len(STAGES)):
-        model = train(model, STAGES[number], args.seed + STAGE_SEEDS * number, args)
-        save_checkpoint(model.half(), args.out)
-        model.float()
-    (args.out / "tokenizer.json").write_bytes((args.checkpoint / "tokenizer.json").read_bytes())
+    if (args.out / "model.safetensors").exists():
+        parser.error(f"{args.out} holds a finished training; choose another --out")
+    args.out.mkdir(parents=True, exist_ok=True)
+    try:
+        state = load_state(args.out, args.seed)
+    except ValueError as error:
+        parser.error(str(error))
+    run = Run(args.out, args.seed, args.workers, args.minutes, args.log_every)
+    is_complete = train_all(run, state, args.device)
+    run.say({"complete": is_complete})
+    return 0 if is_complete else 3
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

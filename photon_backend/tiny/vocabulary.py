@@ -109,13 +109,17 @@ def _texts(text: str, scene: Scene) -> Iterator[str]:
         yield " " + text
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Writes config.json and tokenizer.json of the bundled model.")
-    parser.add_argument("directory", type=Path)
-    directory = parser.parse_args().directory
+def write(directory: Path) -> None:
+    """Takes half a minute."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(CONFIG), indent=2))
     build_tokenizer().save(str(directory / "tokenizer.json"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes config.json and tokenizer.json of the bundled model.")
+    parser.add_argument("directory", type=Path)
+    write(parser.parse_args().directory)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,11 @@ from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.model.weights import random_model
 from photon_backend.protocol import Sampling
 from photon_backend.tiny.batches import PADDING_SEGMENT, make_batch, pack, unpack
+from photon_backend.tiny.losses import CellHeads, encode_pictures, losses, packed_mask, stitching
 from photon_backend.tiny.question import Question
 from photon_backend.tiny.questions import draw_question
 from photon_backend.tiny.scenes import make_scene
 from photon_backend.tiny.spelling import NONE, Encoder
-from photon_backend.tiny.train import CellHeads, encode_pictures, losses, packed_mask, stitching
 from photon_backend.tiny.vocabulary import CONFIG
 
 QUESTION_LEN = 255
