@@ -108,26 +108,48 @@ def make_batch(encoder: Encoder, scene_seeds: Sequence[int], question_len: int) 
 
 
 def _row(encoder: Encoder, scene: Scene, question_len: int) -> dict[str, np.ndarray]:
-    """Questions until the row is full. The last one that does not fit is dropped."""
+    """Questions until the row is full. One that does not fit is dropped; the third ends the row."""
     rng = random.Random(scene.seed ^ 0x5EED)
-    prefix_len = encoder.config.prefix_len
-    row = _empty_row(question_len)
-    used, segment, misses = 0, 0, 0
+    spellings: list[tuple[Spelling, bool]] = []
+    used, misses = 0, 0
     while misses < 3:
         question = draw_question(rng, scene)
         spelling = encoder.example(question, rng)
-        end = used + len(spelling.ids)
-        if end > question_len:
+        if used + len(spelling.ids) > question_len:
             misses += 1
             continue
-        segment += 1
-        _write(row, used, spelling)
-        row["segments"][used:end] = segment
-        row["sees_picture"][used:end] = question.picture
-        row["positions"][used:end] = (
-            range(prefix_len, prefix_len + end - used) if question.picture else range(end - used)
-        )
-        used = end
+        used += len(spelling.ids)
+        spellings.append((spelling, question.picture))
+    return _written(spellings, used, question_len, encoder.config.prefix_len)
+
+
+def _written(
+    spellings: Sequence[tuple[Spelling, bool]], used: int, question_len: int, prefix_len: int
+) -> dict[str, np.ndarray]:
+    """One row from the spellings of its questions and whether each sees the picture; lists first, arrays at the end."""
+    row = _empty_row(question_len)
+    ids: list[int] = []
+    tokens: list[int] = []
+    positions: list[int] = []
+    segments: list[int] = []
+    sees: list[bool] = []
+    weights: list[float] = []
+    for segment, (spelling, sees_picture) in enumerate(spellings, 1):
+        start, length = len(ids), len(spelling.ids)
+        first = prefix_len if sees_picture else 0
+        ids += spelling.ids
+        tokens += spelling.tokens
+        positions += range(first, first + length)
+        segments += [segment] * length
+        sees += [sees_picture] * length
+        num_wanted = length - spelling.tokens.count(NONE)
+        weights += [num_wanted**-0.5] * length  # so that captions do not drown the short answers
+        for name, wanted in (("values", spelling.values), ("coord", spelling.coords), ("size", spelling.sizes)):
+            for place, value in wanted.items():
+                row[name][start + place] = value
+    lists = {"ids": ids, "token": tokens, "positions": positions, "segments": segments}
+    for name, values in (lists | {"sees_picture": sees, "token_weight": weights}).items():
+        row[name][:used] = values
     return row
 
 
@@ -143,17 +165,6 @@ def _empty_row(question_len: int) -> dict[str, np.ndarray]:
         "coord": np.full(question_len, NONE, np.float32),
         "size": np.full((question_len, 2), NONE, np.float32),
     }
-
-
-def _write(row: dict[str, np.ndarray], start: int, spelling: Spelling) -> None:
-    end = start + len(spelling.ids)
-    row["ids"][start:end] = spelling.ids
-    row["token"][start:end] = spelling.tokens
-    num_wanted = len(spelling.tokens) - spelling.tokens.count(NONE)
-    row["token_weight"][start:end] = num_wanted**-0.5  # so that captions do not drown the short answers
-    for name, wanted in (("values", spelling.values), ("coord", spelling.coords), ("size", spelling.sizes)):
-        for place, value in wanted.items():
-            row[name][start + place] = value
 
 
 def _with_places(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -2,11 +2,13 @@
 
 Prints a table; the last line is one JSON document. What counts as right:
 
-- query: the exact answer. `count` is also reported alone, and `reasoning` (the answer after reasoning) apart.
+- query: the exact answer; a list of things in any order, and what is described like a caption. `count` is also reported
+  alone; `reasoning` (the answer after reasoning) and `json` (without a constraint, the exact text) apart.
 - detect: F1 over all boxes, matched at IoU 0.5, false boxes for absent objects counted.
 - point: a question is right when there are as many points as objects and each lies on the visible part of its own one.
 - absent: an empty list, for detect and point of what is not there.
 - caption: true in every part (see `captions.is_true`).
+- constrained: right values of answers that have a schema or a list of choices (see constrained.py).
 """
 
 from __future__ import annotations
@@ -14,20 +16,24 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from photon_backend.config import TINY_CHECKPOINT
+from photon_backend.config import TINY_CHECKPOINT, read_settings
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.model.weights import load_model
 from photon_backend.tiny.captions import is_true
+from photon_backend.tiny.constrained import evaluate_constrained
 from photon_backend.tiny.decode import Answer, Decoder
 from photon_backend.tiny.question import Question
 from photon_backend.tiny.questions import draw_question
@@ -57,7 +63,8 @@ class Score:
 
     def summary(self) -> dict[str, float]:
         spatial = ("detect", "point", "absent")
-        queries = [c for c in self.asked if c not in spatial and not c.startswith(("caption", "reasoning"))]
+        apart = ("caption", "reasoning", "json")
+        queries = [c for c in self.asked if c not in spatial and not c.startswith(apart)]
         captions = [c for c in self.asked if c.startswith("caption")]
         return {
             "query": self.share(*queries),
@@ -67,6 +74,7 @@ class Score:
             "absent": self.share("absent"),
             "caption": self.share(*captions),
             "reasoning": self.share("reasoning"),
+            "json": self.share("json"),
         }
 
 
@@ -92,16 +100,21 @@ def encode(model: Moondream, scenes: Sequence[Scene]) -> Tensor:
 
 
 def _questions(scene: Scene) -> Iterator[Question]:
+    """Those that mean JSON without saying so need a grammar and are left to constrained.py."""
     rng = random.Random(scene.seed ^ 0xE7A1)
-    for _ in range(QUESTIONS):
-        yield draw_question(rng, scene)
+    asked = 0
+    while asked < QUESTIONS:
+        question = draw_question(rng, scene)
+        if not question.keys_given:
+            asked += 1
+            yield question
 
 
 def judge(score: Score, scene: Scene, question: Question, answer: Answer, text: str) -> None:
     if question.task == "caption":
         score.add(question.category, is_true(text, scene, question.text))
     elif question.task == "query":
-        score.add("reasoning" if question.reasoning else question.category, text == question.answer)
+        score.add("reasoning" if question.reasoning else question.category, is_right(text, question, scene))
     elif not question.boxes:
         score.boxes["said"] += len(answer.objects) if question.task == "detect" else 0
         score.add("absent", not answer.objects)
@@ -114,6 +127,18 @@ def judge(score: Score, scene: Scene, question: Question, answer: Answer, text: 
         score.add("detect", matched == len(said) == len(question.boxes))
     else:
         score.add("point", points_hit(scene, question, answer))
+
+
+def is_right(text: str, question: Question, scene: Scene) -> bool:
+    if question.category == "describe":
+        return is_true(text, scene, "short")
+    if question.category == "relation":
+        return sorted(_things(text)) == sorted(_things(question.answer))
+    return text == question.answer
+
+
+def _things(text: str) -> list[str]:
+    return re.split(r", | and ", text)
 
 
 def match(said: Sequence[Box], true: Sequence[Box]) -> int:
@@ -143,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=TINY_CHECKPOINT)
     parser.add_argument("--scenes", type=int, default=200)
+    parser.add_argument("--constrained", type=int, default=40, help="scenes for constrained answers")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     args = parser.parse_args()
@@ -151,7 +177,15 @@ def main() -> None:
     score = evaluate(model, Encoder(model.config, tokenizer), tokenizer, range(UNSEEN, UNSEEN + args.scenes))
     for category in sorted(score.asked):
         print(f"{category:16} {score.right[category]:6} of {score.asked[category]:6}  {score.share(category):.3f}")
-    print(json.dumps({"scenes": args.scenes, "questions": sum(score.asked.values()), **score.summary()}))
+    seeds = range(UNSEEN, UNSEEN + args.constrained)
+    settings = msgspec.structs.replace(
+        read_settings(), checkpoint=str(args.checkpoint), device=args.device, dtype=args.dtype
+    )
+    constrained = {name: asdict(tally) for name, tally in sorted(evaluate_constrained(settings, seeds).items())}
+    for name, counts in constrained.items():
+        print(f"constrained: {name:22} " + ", ".join(f"{key} {count}" for key, count in counts.items()))
+    document = {"scenes": args.scenes, "questions": sum(score.asked.values()), **score.summary()}
+    print(json.dumps({**document, "constrained": constrained}))
 
 
 if __name__ == "__main__":

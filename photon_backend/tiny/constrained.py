@@ -1,0 +1,160 @@
+"""Accuracy of constrained answers on unseen scenes, through front end and engine, as a server gives them.
+
+Every question comes with the constraint that a user would give: a JSON schema, a colour out of a list (`choice`), a
+number as an integer (`json_schema`). Right values are counted leaf by leaf: {"color":"red","count":2} has two, and a
+list has one more for its length.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import queue
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+
+from photon_backend.config import Settings
+from photon_backend.engine.engine import Engine
+from photon_backend.frontend.session import FrontEnd, RawRequest, Session
+from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens
+from photon_backend.tiny import queries
+from photon_backend.tiny.json_queries import INTEGER, ask_json
+from photon_backend.tiny.question import Question
+from photon_backend.tiny.scenes import COLORS, Scene, make_scene
+
+CLIENT = b"evaluate"
+JSON_QUESTIONS, CHOICES, NUMBERS = 6, 2, 2  # of a scene
+SCENES_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Task:
+    """A question with its constraint and the right answer, as text and as a value."""
+
+    category: str
+    question: str
+    option: dict[str, Any]
+    value: Any
+
+
+def tasks_of(scene: Scene) -> Iterator[Task]:
+    rng = random.Random(scene.seed ^ 0xC0DE)
+    for _ in range(JSON_QUESTIONS):
+        question = ask_json(rng, scene)
+        if question is not None:
+            option = {"json_schema": json.loads(question.schema)}
+            category = "json, keys by schema" if question.keys_given else "json"
+            yield Task(category, question.text, option, json.loads(question.answer))
+    for _ in range(CHOICES):
+        color = _ask(queries.ask_color, rng, scene)
+        if color is not None and color.answer in COLORS:
+            yield Task("choice of colors", color.text, {"choice": [*COLORS]}, color.answer)
+    for _ in range(NUMBERS):
+        count = _ask(queries.ask_count, rng, scene)
+        if count is not None:
+            yield Task("count as integer", count.text, {"json_schema": INTEGER}, int(count.answer))
+
+
+def _ask(asker: Any, rng: random.Random, scene: Scene) -> Question | None:
+    return asker(rng, scene)
+
+
+@dataclass
+class Tally:
+    """Of one category: answers, answers that are right as a whole, values, right values, answers cut or not JSON."""
+
+    asked: int = 0
+    right: int = 0
+    values: int = 0
+    values_right: int = 0
+    broken: int = 0
+
+    def add(self, said: Any, value: Any) -> None:
+        expected, got = dict(leaves(value)), dict(leaves(said))
+        matching = sum(path in got and got[path] == leaf for path, leaf in expected.items())
+        self.asked += 1
+        self.right += said == value
+        self.values += max(len(expected), len(got))
+        self.values_right += matching
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Every scalar with its path, and the length of every list."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(inner, (*path, key))
+    elif isinstance(value, list):
+        yield (*path, "length"), len(value)
+        for index, inner in enumerate(value):
+            yield from leaves(inner, (*path, index))
+    else:
+        yield path, value
+
+
+def evaluate_constrained(settings: Settings, seeds: Sequence[int]) -> dict[str, Tally]:
+    """By category. Raises what `Engine` raises."""
+    front_end = FrontEnd(settings)
+    inbox: queue.SimpleQueue[list[FromEngine]] = queue.SimpleQueue()
+    engine = Engine(settings, lambda client, messages: inbox.put(messages))
+    engine.start()
+    tallies: dict[str, Tally] = defaultdict(Tally)
+    try:
+        for start in range(0, len(seeds), SCENES_AT_ONCE):
+            _converse(front_end, engine, inbox, list(map(make_scene, seeds[start : start + SCENES_AT_ONCE])), tallies)
+    finally:
+        engine.stop()
+    return tallies
+
+
+def _converse(
+    front_end: FrontEnd,
+    engine: Engine,
+    inbox: queue.SimpleQueue[list[FromEngine]],
+    scenes: Sequence[Scene],
+    tallies: dict[str, Tally],
+) -> None:
+    open_requests: dict[str, tuple[Session, Task]] = {}
+    for scene in scenes:
+        png = _png(scene)
+        for number, task in enumerate(tasks_of(scene)):
+            options = json.dumps({"temperature": 0, **task.option})
+            raw = RawRequest(text_input=task.question, image=png, sampling_parameters=options)
+            session = front_end.open(raw, f"{scene.seed}-{number}")
+            open_requests[session.submit.request_id] = session, task
+            engine.post(CLIENT, session.submit)
+    while open_requests:
+        for message in inbox.get():
+            assert isinstance(message, NeedPicture | Tokens | Done | Failed)
+            session, task = open_requests[message.request_id]
+            if isinstance(message, NeedPicture):
+                tiling, pixels = session.picture()
+                engine.post(CLIENT, Picture(message.request_id, tiling), pixels)
+                continue
+            for response in session.feed([message]):
+                if response.error is not None:
+                    raise response.error
+                _judge(tallies[task.category], task, response.text or "")
+            if session.finished:
+                del open_requests[message.request_id]
+
+
+def _judge(tally: Tally, task: Task, text: str) -> None:
+    if "choice" in task.option:
+        tally.add(text, task.value)
+        return
+    try:
+        tally.add(json.loads(text), task.value)
+    except ValueError:  # cut at max_tokens
+        tally.broken += 1
+        tally.add(None, task.value)
+
+
+def _png(scene: Scene) -> bytes:
+    encoded = io.BytesIO()
+    Image.fromarray(scene.pixels).save(encoded, "PNG")
+    return encoded.getvalue()
