@@ -147,9 +147,11 @@ def _address(run_dir: str) -> str:
 
 
 class Sender:
-    """Sends reports; a tally is only taken when somebody is there to hear it, so nothing is lost before."""
+    """Sends reports. One that nobody is there to hear is kept for the next call; what was on its way to a publisher
+    that ended is lost with it."""
 
     def __init__(self, run_dir: str) -> None:
+        self._report: bytes | None = None  # taken and not yet sent
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.PUSH)
         self._socket.immediate = True
@@ -157,8 +159,14 @@ class Sender:
         self._socket.connect(_address(run_dir))
 
     def send(self, tally: Tally, running: int) -> None:
-        if self._socket.poll(0, zmq.POLLOUT):
-            self._socket.send(msgspec.msgpack.encode(tally.take(running)), zmq.NOBLOCK)
+        """Never blocks, never raises: the publisher may go at any moment, and a poll before would not help."""
+        if self._report is None:
+            self._report = msgspec.msgpack.encode(tally.take(running))
+        try:
+            self._socket.send(self._report, zmq.NOBLOCK)
+        except zmq.Again:
+            return
+        self._report = None
 
     def close(self) -> None:
         self._socket.close(linger=1000)
