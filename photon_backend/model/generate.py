@@ -37,12 +37,7 @@ def generate(
     """
     run = GreedyRun(model)
     run.feed_prompt(crops, tiling, prompt_ids, coords, sizes)
-    if task in ("detect", "point"):
-        run.find_objects(max_objects, with_size=task == "detect")
-    else:
-        if reasoning:
-            run.think(max_tokens)
-        run.answer(max_tokens)
+    run.run(task, reasoning, max_tokens, max_objects)
     return run.ids, run.values, run.reason
 
 
@@ -59,6 +54,15 @@ class GreedyRun:
         self.ids: list[int] = []
         self.values: list[float] = []
         self.reason: FinishReason = "stop"
+
+    def run(self, task: Task, reasoning: bool, max_tokens: int, max_objects: int) -> None:
+        """From the prompt on."""
+        if task in ("detect", "point"):
+            self.find_objects(max_objects, with_size=task == "detect")
+            return
+        if reasoning:
+            self.think(max_tokens)
+        self.answer(max_tokens)
 
     def feed_prompt(
         self,

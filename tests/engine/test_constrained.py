@@ -203,29 +203,30 @@ def test_a_late_stream_changes_nothing(make_bench, checkpoint, alone, lag):
     assert told_by(bench, mixed(checkpoint, 27)) == alone
 
 
-def test_a_removed_wait_for_tables_is_seen(make_bench, checkpoint, monkeypatch):
-    """The proof that the test above can fail: without the wait, a first step reads tables that have not landed.
-
-    The copy stream is held until the first step is sampled, which a correct engine would wait for in vain.
-    """
-    monkeypatch.setattr(Stepper, "_wait_for_tables", lambda stepper, admissions: None)
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_first_step_waits_for_tables_that_come_late(make_bench, checkpoint, monkeypatch, waits):
+    """The copy stream is held until the compute stream has passed the first sampling. An engine that waits never gets
+    there, so it is let go after a second; without the wait, which is the proof that this test can fail, the first step
+    reads tables that have not landed."""
+    if not waits:
+        monkeypatch.setattr(Stepper, "_wait_for_tables", lambda stepper, admissions: None)
     started: list[str] = []
     sampled = threading.Event()
 
     def delay(stream: str) -> None:
         if stream == "copy":
-            assert sampled.wait(60)
+            sampled.wait(1 if waits else 60)
         else:
             started.append(stream)
-            if len(started) == 3:  # prefill, sample, and now the next forward
+            if len(started) == 3:  # prefill, sample, and now the next forward; or prefill, wait, and now sample
                 sampled.set()
 
     bench = make_bench(debug=False, delay=delay)
     tables = bench.engine.stepper.tables
     tables.buffer[tables._first :] = 1  # tables of another grammar, as it were
     batch = [constrained("r", checkpoint, 1, DEVICE[0], reasoning=False, picture="none", temperature=0.0)]
-    broken = told_by(bench, batch)
-    assert told_by(make_bench(), batch) != broken
+    told = told_by(bench, batch)
+    assert (told == told_by(make_bench(), batch)) == waits
 
 
 @pytest.mark.parametrize("specs", [DEVICE, HOST], ids=["device", "host"])

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from harness import Bench, request
 from tiny_checkpoint import PICTURES, picture
 
+from photon_backend.engine.sampler import draw
 from photon_backend.model.crops import make_crops
-from photon_backend.model.generate import generate
+from photon_backend.model.generate import GreedyRun
+from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
+from photon_backend.protocol import Submit
 
 NUMBER = 32
 
@@ -49,26 +54,47 @@ def model(checkpoint: Path):
 TASKS = ["query", "caption", "detect", "point"]
 
 
+class SampledRun(GreedyRun):
+    """The oracle with the sampler's draw in place of argmax. Objects are chosen and places read greedily by anyone."""
+
+    def __init__(self, model: Moondream, submit: Submit) -> None:
+        super().__init__(model)
+        self.sampling = submit.sampling
+        self.samples = submit.task in ("query", "caption")
+
+    def choose(self, hidden: torch.Tensor, suppressed: Iterable[int] = ()) -> int:
+        if not self.samples:
+            return super().choose(hidden, tuple(suppressed))
+        logits = self.model.text.logits(hidden).float()
+        logits[list(suppressed)] = float("-inf")
+        s = self.sampling
+        options = (torch.tensor([value]) for value in (s.temperature, s.top_p, s.top_k, s.seed, len(self.x)))
+        return int(draw(logits[None], *options))
+
+
+def run_oracle(run: GreedyRun, submit: Submit, name: str | None) -> tuple[list[int], list[float], str]:
+    """What the oracle tells about a request, as `Answer.told`."""
+    crops, tiling = (None, (1, 1)) if name is None else make_crops(picture(name), run.model.config.vision)
+    pixels = None if crops is None else torch.from_numpy(crops)
+    with torch.no_grad():
+        run.feed_prompt(pixels, tiling, submit.prompt_ids, submit.coords, submit.sizes)
+        run.run(submit.task, submit.reasoning, submit.sampling.max_tokens, submit.max_objects)
+    return run.ids, [round(v, 5) for v in run.values], run.reason
+
+
+def test_what_everything_is_compared_with_equals_the_oracle(alone, checkpoint, model):
+    batch = requests(checkpoint)
+    sampled = {(submit.task, submit.sampling.temperature > 0) for submit, _ in batch}
+    assert sampled == {(task, hot) for task in TASKS for hot in (True, False)}
+    for submit, name in batch:
+        assert alone[submit.request_id] == run_oracle(SampledRun(model, submit), submit, name), submit
+
+
 @pytest.mark.parametrize(("task", "name"), [("query", "none"), *((t, n) for t in TASKS for n in sorted(PICTURES))])
 def test_greedy_equals_the_oracle(make_bench, checkpoint, model, task, name):
     for seed in range(3):
-        submit, _ = request("r", checkpoint, 100 + seed, task=task, picture=name, temperature=0.0)
-        crops, tiling = (None, (1, 1)) if name == "none" else make_crops(picture(name), model.config.vision)
-        expected = generate(
-            model,
-            None if crops is None else torch.from_numpy(crops),
-            tiling,
-            submit.prompt_ids,
-            submit.coords,
-            submit.sizes,
-            submit.task,
-            submit.reasoning,
-            submit.sampling.max_tokens,
-            submit.max_objects,
-        )
-        bench = make_bench()
-        told = run_all(bench, [(submit, None if name == "none" else name)])["r"]
-        assert told == (expected[0], [round(v, 5) for v in expected[1]], expected[2])
+        submit, shown = request("r", checkpoint, 100 + seed, task=task, picture=name, temperature=0.0)
+        assert run_all(make_bench(), [(submit, shown)])["r"] == run_oracle(GreedyRun(model), submit, shown)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -168,3 +194,26 @@ def test_every_option_counts_and_overlap_keeps_it(make_bench, checkpoint, option
         told[name] = run_all(make_bench(), batch)
         assert run_all(make_bench(overlap=False), batch) == told[name]
     assert told["default"] != told["changed"]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_deadline_cuts_an_answer_and_changes_nothing_else(make_bench, checkpoint, alone, monkeypatch, overlap):
+    """Every other request has one; the clock is put forward past it while some run and some wait."""
+    bench = make_bench(overlap=overlap, rows=4)
+    batch = requests(checkpoint)
+    late = {f"r{i}" for i in range(0, NUMBER, 2)}
+    for submit, name in batch:
+        bench.submit(msgspec.structs.replace(submit, max_time_ms=600_000.0 * (submit.request_id in late)), name)
+    for _ in range(20):
+        bench.tick()
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 600)
+    answers = bench.drain()
+    cut = {key for key, answer in answers.items() if answer.reason == "deadline"}
+    assert cut and cut <= late and len(answers) == NUMBER
+    assert any(answers[key].ids for key in cut) and any(not answers[key].ids for key in cut)
+    for key, answer in answers.items():
+        if key in cut:
+            assert answer.ids == alone[key][0][: len(answer.ids)]
+        else:
+            assert answer.told == alone[key]
+    bench.assert_baseline()

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from photon_backend.model.tokenizer import TextTokenizer
 from tests.model.tiny_checkpoint import CONFIG, TOKENIZER
 
+BY_NO_CLOCK = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 TOKENIZER_UNDER_TEST = TextTokenizer(TOKENIZER)
 SPEC = json.loads(TOKENIZER.read_text())
 ADDED = {token["content"]: token["id"] for token in SPEC["added_tokens"]}
@@ -40,7 +41,7 @@ def test_text_survives(text: str) -> None:
     assert TOKENIZER_UNDER_TEST.decode(TOKENIZER_UNDER_TEST.encode(text)) == text
 
 
-@settings(max_examples=200, deadline=None)
+@BY_NO_CLOCK
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_survives(text: str) -> None:
     ids = TOKENIZER_UNDER_TEST.encode(text)
@@ -57,7 +58,7 @@ def test_spelling_an_added_token_gives_ordinary_ids(name: str, around: str) -> N
     assert TOKENIZER_UNDER_TEST.decode(ids) == text
 
 
-@settings(max_examples=200, deadline=None)
+@BY_NO_CLOCK
 @given(st.lists(st.sampled_from([*ADDED, "<|", "|>", "eos", " ", "\n", "w", "ow", "é"]), max_size=8))
 def test_no_mixture_of_added_tokens_gets_through(parts: list[str]) -> None:
     text = "".join(parts)

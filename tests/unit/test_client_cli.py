@@ -167,7 +167,7 @@ def test_progress_on_a_terminal_is_shown_and_wiped_away(monkeypatch: pytest.Monk
     terminal = Terminal(True)
     monkeypatch.setattr(sys, "stderr", terminal)
     with Progress("waiting") as progress:
-        assert terminal.written.wait(10)
+        assert terminal.written.wait(60)
         assert terminal.getvalue().startswith("\rwaiting (")
         progress.stop()
     assert terminal.getvalue().endswith("\r\x1b[K")

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from photon_backend.model.config import VisionConfig
 from photon_backend.model.crops import make_crops, select_tiling
+from tests.unit.front_end_parts import fuzz
 
 REAL = VisionConfig()
 SMALL = VisionConfig(crop_size=84, max_crops=6, overlap_margin=1)
 
 
 @pytest.mark.parametrize("config", [REAL, SMALL], ids=["real", "small"])
-@settings(max_examples=300, deadline=None)
+@settings(fuzz, max_examples=300)
 @given(height=st.integers(1, 40_000), width=st.integers(1, 40_000))
 def test_never_more_tiles_than_allowed(config: VisionConfig, height: int, width: int) -> None:
     rows, columns = select_tiling(height, width, config)
