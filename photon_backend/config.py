@@ -38,6 +38,8 @@ class Settings(msgspec.Struct, frozen=True):
     prefix_cache: bool = True  # keep image prefixes for later requests with the same picture
     prefill_tokens: int = 4096  # packed tokens of one prefill step, unless a single request needs more
     prefill_crops: int = 32  # crops of one prefill step, likewise
+    # how long running rows may wait for one prefill step, as predicted; a step of a single sequence may take longer
+    max_decode_gap_ms: float = 50.0
     beat_ms: float = 200.0  # heartbeat period
     # a tick that takes longer ends the engine; 0: 15 s, on a CPU and 200 s more for each billion weights
     tick_limit_s: float = 0.0

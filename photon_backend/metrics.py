@@ -18,6 +18,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from photon_backend.numbers import ENDS, HISTOGRAMS, Receiver, Report
+from photon_backend.protocol import ALONE
 
 PERIOD_S = 1.0
 
@@ -31,7 +32,7 @@ COUNTERS = {
     "prefix_hits_total": ("prefix_hits", 1, "Pictures whose prefix was cached"),
     "prefix_misses_total": ("prefix_misses", 1, "Pictures that had to be encoded"),
     "steps_total": ("steps", 1, "Steps launched"),
-    "steps_overlapped_total": ("steps_overlapped", 1, "Steps launched while another one was uncommitted"),
+    "steps_overlapped_total": ("steps_overlapped", 1, "Steps queued whole while another one was uncommitted"),
     "ticks_total": ("ticks", 1, "Turns of the engine's loop"),
     "host_seconds_total": ("host_ms", 1e-3, "Host time of these turns, without waiting for the device"),
     "device_busy_seconds_total": ("device_busy_ms", 1e-3, "Time of the device in steps"),
@@ -50,7 +51,7 @@ GAUGES = {
     "prefix_entries": "Pictures in the prefix cache",
     "up": "1 while the engine answers",
 }
-NOT_OVERLAPPED = "Steps that the device did not run behind another one, or whose sampling had to wait, by reason"
+NOT_OVERLAPPED = "Steps launched with nothing in flight, or whose sampling had to wait for a host grammar, by reason"
 BUBBLE = "Idle share of the device between steps that followed each other, of the last second that had any"
 ENDED = "Requests that ended, by outcome and reason"
 
@@ -88,7 +89,7 @@ class EngineNumbers:
         self._gauges = {name: families.gauge(name, text, labels) for name, text in GAUGES.items()}
         self._not_overlapped = {
             reason: families.counter("steps_not_overlapped_total", NOT_OVERLAPPED, {**labels, "reason": reason})
-            for reason in ("nothing_in_flight", "host_grammar")
+            for reason in (*ALONE, "host_grammar")
         }
         self._bubble = families.gauge("bubble", BUBBLE, labels)
         self._last: dict[str, float] = {}
@@ -99,9 +100,8 @@ class EngineNumbers:
         grown = {name: self._grown(name, status[field] * factor) for name, (field, factor, _) in COUNTERS.items()}
         for name, by in grown.items():
             _increment(self._counters[name], by)
-        alone = grown["steps_total"] - grown["steps_overlapped_total"]
-        _increment(self._not_overlapped["nothing_in_flight"], alone)
-        _increment(self._not_overlapped["host_grammar"], self._grown("deferred", status["steps_deferred"]))
+        for reason, number in {**status["steps_alone"], "host_grammar": status["steps_deferred"]}.items():
+            _increment(self._not_overlapped[reason], self._grown(reason, number))
         busy, idle = grown["device_busy_seconds_total"], grown["device_idle_seconds_total"]
         if busy + idle > 0:
             self._bubble.set(idle / (busy + idle))

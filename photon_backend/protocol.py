@@ -162,8 +162,14 @@ class Recorded(msgspec.Struct, tag="recorded"):
     spans: list[Span]
 
 
+# Why a step was launched with nothing in flight: the mode; the engine had been idle; every row had launched its last
+# token and nobody waited; those that waited found no row or pages; they waited for their picture or their grammar.
+ALONE = ("blocking", "idle", "nothing_to_launch", "no_room", "not_ready")
+
+
 class Status(msgspec.Struct):
-    """Counters since the engine's start, and gauges. submitted = done + failed + cancelled + open requests."""
+    """Counters since the engine's start, and gauges. submitted = done + failed + cancelled + open requests, and
+    steps = steps_overlapped + steps_deferred + all of steps_alone."""
 
     model: str = ""
     device: str = ""
@@ -181,7 +187,8 @@ class Status(msgspec.Struct):
     cancelled: int = 0
     tokens: int = 0
     steps: int = 0
-    steps_overlapped: int = 0  # steps launched while another one was uncommitted
+    steps_overlapped: int = 0  # queued whole, forward and sampling, while another one was uncommitted
+    steps_alone: dict[str, int] = {}  # launched while none was, by the reasons of ALONE
     prefix_entries: int = 0
     prefix_hits: int = 0
     prefix_misses: int = 0

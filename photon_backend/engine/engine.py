@@ -38,7 +38,7 @@ from photon_backend.engine.trace import Recorder
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
-from photon_backend.protocol import FromEngine, Record, Status, ToEngine, unavailable
+from photon_backend.protocol import ALONE, FromEngine, Record, Status, ToEngine, unavailable
 
 LONGEST_SLEEP_S = 3600.0  # a deadline may lie further off than a lock can wait
 log = logging.getLogger("photon.engine")
@@ -90,6 +90,8 @@ class Engine:
         self._stopping = False
         self._host_s = self._waited_s = 0.0
         self._ticks = self._deferred = self._tick_number = 0
+        self._alone = dict.fromkeys(ALONE, 0)
+        self._obstacle = "idle"  # why the last tick that launched nothing did not
         self._at_work = False
         self._next_snapshot = 0.0
         self._status = self.snapshot()
@@ -163,6 +165,8 @@ class Engine:
         if plan is not None:
             self._launch(plan)
             now = self._mark("launch", now)
+        else:
+            self._obstacle = self.scheduler.obstacle() if busy else "idle"
         if self.pipeline and (plan is None or not self.settings.overlap):
             self._commit()
             now = self._mark("commit", now)
@@ -213,6 +217,8 @@ class Engine:
             self.book.fail_step(step, time.monotonic())
         else:
             self._waited_s += self._mark("wait", started) - started
+            if step.kind == "prefill":
+                self.scheduler.cost.observe(step.num_crops, step.num_tokens, step.done.ms_since(step.begun))
             self.book.apply(step, ids, values, time.monotonic())
         for sequence in self.pipeline.retire(step):
             self._release(sequence)
@@ -223,8 +229,10 @@ class Engine:
             self._sample_masked(step)
 
     def _launch(self, plan: Plan) -> None:
+        if not self.pipeline:
+            self._alone[self._obstacle if self.settings.overlap else "blocking"] += 1
         step = self.pipeline.launch(plan.kind, plan.sequences)
-        step.entries = plan.entries
+        step.entries, step.num_crops, step.num_tokens = plan.entries, plan.num_crops, plan.num_tokens
         constrained = [s for s in step.sequences if s.matcher is not None]
         self.stepper.launch(step, plan, samples=not constrained)
         self.book.launched(plan, time.monotonic())
@@ -291,7 +299,8 @@ class Engine:
         status.running = sum(not s.finished for s in self.scheduler.running.values())
         status.zombies = sum(s.zombie for s in self.scheduler.running.values())
         status.steps = self.pipeline.num_launched
-        status.steps_overlapped = self.pipeline.num_overlapped
+        status.steps_overlapped = self.pipeline.num_overlapped - self._deferred
+        status.steps_alone = dict(self._alone)
         status.prefix_entries = len(self.cache)
         status.prefix_hits = self.cache.hits
         status.prefix_misses = self.cache.misses

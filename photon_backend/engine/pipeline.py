@@ -47,6 +47,8 @@ class Step:
     copied: Any = None  # event after which the host may read the slot's mirrors; set by `sampled`
     spans: list[Any] = field(default_factory=list)  # (lane, event, event) of its pieces, while a trace is on
     entries: list[Any] = field(default_factory=list)  # prefix cache entries that this step computes
+    num_crops: int = 0  # of a prefill, as the next one; set by the engine
+    num_tokens: int = 0
 
 
 class Pipeline:

@@ -6,7 +6,9 @@ Invariants
 - First come, first admitted among those that are ready (no picture, its prefix cached, or its pixels here). One that
   waits for its pixels or its grammar holds up nobody; one that waits for pages or a row holds up all behind it, so none
   starves.
-- Prefill and decode take turns: a prefill step is never followed by another while rows can decode.
+- Prefill and decode take turns: a prefill step is never followed by another while rows can decode. And such a prefill
+  step takes only so many sequences as are predicted to fit into `max_decode_gap_ms`, but always one: an image prefix
+  cannot be split, so a single larger one exceeds it. What did not fit is first in line for the next prefill step.
 - A row belongs to one sequence from admission to release, zombies included.
 """
 
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 from photon_backend.config import Settings
 from photon_backend.engine.pages import PagePool
 from photon_backend.engine.pipeline import NUM_SLOTS, StepKind
+from photon_backend.engine.prefill_cost import PrefillCost
 from photon_backend.engine.prefix_cache import PrefixCache, PrefixEntry
 from photon_backend.engine.sequence import Sequence
 
@@ -31,15 +34,6 @@ class Admission:
     load_tail: tuple[int, int] | None = None  # (page, page): copy the entry's tail to the row before the forward
     save_tail: tuple[int, int] | None = None  # (page, page): copy the row's tail to the entry after the forward
 
-    @property
-    def num_tokens(self) -> int:
-        return self.sequence.prompt_len - self.sequence.cached_len
-
-    @property
-    def num_crops(self) -> int:
-        pixels = self.sequence.pixels
-        return len(pixels) if self.computes_prefix and pixels is not None else 0
-
 
 @dataclass(eq=False)
 class Plan:
@@ -47,6 +41,8 @@ class Plan:
     sequences: list[Sequence]
     admissions: list[Admission]
     entries: list[PrefixEntry]
+    num_crops: int = 0  # encoded in it
+    num_tokens: int = 0  # positions that it computes, of a prefill
 
 
 class Scheduler:
@@ -57,6 +53,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: dict[int, Sequence] = {}  # by row
         self._free_rows = list(range(settings.rows - 1, -1, -1))
+        self.cost = PrefillCost()
         self._last_kind: StepKind = "decode"
 
     def pages_of(self, sequence: Sequence) -> int:
@@ -78,15 +75,20 @@ class Scheduler:
         """The next step, or None when nothing can be launched. Prefills are admitted here, with row and pages."""
         decodable = [s for s in self.running.values() if s.launchable and s.inflight < NUM_SLOTS]
         if not (decodable and self._last_kind == "prefill"):
-            admissions = self._admit(step_index)
-            if admissions:
+            prefill = self._admit(step_index, self.settings.max_decode_gap_ms if decodable else float("inf"))
+            if prefill is not None:
                 self._last_kind = "prefill"
-                entries = [a.sequence.entry for a in admissions if a.computes_prefix and a.sequence.entry]
-                return Plan("prefill", [a.sequence for a in admissions], admissions, entries)
+                return prefill
         if decodable:
             self._last_kind = "decode"
             return Plan("decode", decodable, [], [])
         return None
+
+    def obstacle(self) -> str:
+        """Why `plan` has just found nothing, see protocol.ALONE."""
+        if not self.waiting:
+            return "nothing_to_launch"
+        return "no_room" if any(self._ready_in_order()) else "not_ready"
 
     def release(self, sequence: Sequence) -> list[int]:
         """Gives back the row and the pages of a finished sequence; returns the pages that are free now."""
@@ -101,25 +103,32 @@ class Scheduler:
         digest = sequence.request.digest
         return self.cache.get(digest) if digest is not None and self.settings.prefix_cache else None
 
-    def _admit(self, step_index: int) -> list[Admission]:
+    def _admit(self, step_index: int, limit_ms: float) -> Plan | None:
+        """A prefill step that is predicted to take at most `limit_ms`, or one with a single sequence."""
         admissions: list[Admission] = []
         tokens = crops = 0
         for sequence in self._ready_in_order():
             entry = self._cached(sequence)
             if not self._free_rows or (entry is not None and entry.launched_by == step_index):
                 break  # the prefix that it shares is written by this very step: it is readable by the next
+            more_crops, more_tokens = _work(sequence, entry)
+            if admissions and self.cost.predict(crops + more_crops, tokens + more_tokens) > limit_ms:
+                break
             admission = self._take(sequence, entry, step_index)
             if admission is None:
                 break
             admissions.append(admission)
-            tokens += admission.num_tokens
-            crops += admission.num_crops
+            tokens += more_tokens
+            crops += more_crops
             if tokens >= self.settings.prefill_tokens or crops >= self.settings.prefill_crops:
                 break
-        if admissions:
-            admitted = {id(a.sequence) for a in admissions}
-            self.waiting = [s for s in self.waiting if id(s) not in admitted]
-        return admissions
+        if not admissions:
+            return None
+        admitted = [a.sequence for a in admissions]
+        gone = {id(sequence) for sequence in admitted}
+        self.waiting = [s for s in self.waiting if id(s) not in gone]
+        entries = [a.sequence.entry for a in admissions if a.computes_prefix and a.sequence.entry]
+        return Plan("prefill", admitted, admissions, entries, crops, tokens)
 
     def _ready_in_order(self) -> Iterator[Sequence]:
         return (s for s in self.waiting if self.ready(s) and not s.compiling)
@@ -170,3 +179,11 @@ class Scheduler:
             if tail:
                 admission.save_tail = (pages[num_full], tail[0])
         return admission
+
+
+def _work(sequence: Sequence, entry: PrefixEntry | None) -> tuple[int, int]:
+    """(crops, tokens) that its prefill computes; `entry`: where its prefix is cached."""
+    if entry is not None:
+        return 0, sequence.prompt_len - sequence.prefix_len
+    pixels = sequence.pixels
+    return len(pixels) if sequence.prefix_len and pixels is not None else 0, sequence.prompt_len
