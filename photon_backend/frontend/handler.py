@@ -290,12 +290,15 @@ class Handler:
             request.peer.send([Cancel(request_id)])
 
     def _fail_all(self, error: PhotonError, lost: EnginePeer | None = None) -> None:
-        """Ends every open request, or those of an engine that is lost and needs no Cancel."""
+        """Ends every open request, or those of an engine that is lost and needs no Cancel. Raises nothing."""
         for request_id, request in list(self._open.items()):
             if lost is None or request.peer is lost:
-                if lost is None:
-                    self._cancel(request_id, request)
-                self._respond(request_id, request, _failure(error))
+                try:
+                    self._respond(request_id, request, _failure(error))
+                    if lost is None:
+                        self._cancel(request_id, request)
+                except Exception:  # this one cannot be ended in order; the others must not pay for it
+                    log.exception("request %s could not be ended", request_id)
 
     def _refuse_inbox(self) -> None:
         while self._inbox:

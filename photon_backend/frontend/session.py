@@ -1,7 +1,7 @@
 """One request at a front end: what to send to the engine, and what its events become for the client.
 
-A `Session` is fed by one thread, its owner. Only `picture` may run in another one. If that fails, the owner feeds
-the error back as `Failed`, which ends the session like any other failure, and cancels at the engine.
+A `Session` is fed by one thread, its owner. Only `picture` may run in another one. If that fails, the owner answers
+with the error and cancels at the engine; the session hears nothing more.
 
 A stop string is seen here, not by the engine: the session ends at once with reason "stop", asks for a Cancel
 (`cancel_wanted`) and ignores what still comes.

@@ -112,7 +112,7 @@ def grpc_responses(server: Any, request: dict[str, Any]) -> Iterator[dict[str, A
         try:
             client.async_stream_infer("photon", tensors(request), enable_empty_final_response=True)
             while True:
-                reply = replies.get(timeout=60)
+                reply = replies.get(timeout=120)
                 if isinstance(reply, InferenceServerException):
                     raise ServerError(reply.message(), reply.status())
                 values = values_of(reply)
@@ -186,10 +186,10 @@ def post(server: Any, path: str, document: object, headers: dict[str, str] | Non
     data = document if isinstance(document, bytes) else json.dumps(document).encode()
     http = urllib.request.Request(server.http_url + path, data, headers or {})
     try:
-        with OPENER.open(http, timeout=60) as reply:
+        with OPENER.open(http, timeout=120) as reply:
             return reply.read()
     except urllib.error.HTTPError as error:
-        text = error.read().decode()
+        text = error.read().decode().removeprefix("data: ")  # of generate_stream
         raise ServerError(json.loads(text)["error"] if text.startswith("{") else text, error.code) from error
 
 
@@ -201,8 +201,28 @@ def status(server: Any) -> dict[str, Any]:
 
 def idle(server: Any) -> bool:
     """Nothing at the engine, as far as the last heartbeat knows."""
-    now = status(server)
-    return now["running"] + now["waiting"] + now["rows_in_use"] == 0
+    return _quiet(status(server))
+
+
+def _quiet(status: dict[str, Any]) -> bool:
+    return status["running"] + status["waiting"] + status["rows_in_use"] == 0
+
+
+def settled(server: Any) -> dict[str, Any]:
+    """The status in which all that was asked before is counted: nothing runs, and five heartbeats said the same.
+
+    A status is as old as the last heartbeat, so the first one that a test reads may not know yet what the test before
+    it did. Whoever compares counters with earlier ones, or waits for a number of running requests, begins here.
+    """
+    last, since = status(server), time.monotonic()
+    end = since + 60
+    while time.monotonic() - since < 1.0 or not _quiet(last):
+        time.sleep(0.05)
+        now = status(server)
+        if now != last:
+            last, since = now, time.monotonic()
+        assert time.monotonic() < end, f"the server does not come to rest: {last}"
+    return last
 
 
 DOORS = {
@@ -215,7 +235,7 @@ DOORS = {
 
 
 def wait_until(condition: Callable[[], object], seconds: float, what: str) -> float:
-    """Returns the seconds that a condition took; `seconds` is a promise of the product, or a generous bound."""
+    """Returns the seconds that a condition took; `seconds` is generous, for a machine that does other things."""
     begun = time.monotonic()
     while not condition():
         assert time.monotonic() - begun < seconds, f"not within {seconds} s: {what}"
