@@ -12,9 +12,11 @@ tritonserver and its stubs, so it is free only when all of them are gone.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes.util
 import importlib.metadata
 import os
+import random
 import re
 import shutil
 import socket
@@ -30,6 +32,7 @@ SHM = Path("/dev/shm")
 PREFIX = "photon-"
 SHM_BYTES = 16 << 20  # of one stub's region at its start, and each step by which it grows
 SHM_SPARE = 64 << 20  # for pictures in flight
+FIRST_PORT = 10_000  # of those that a server gets that was given none
 SOCKET_PATH_MAX = 107  # bytes of a Unix socket's path
 
 
@@ -217,8 +220,16 @@ def check_port(host: str, port: int, variable: str) -> None:
             raise LaunchError(f"Port {port} on {host} cannot be used ({error.strerror}); set {variable}.") from error
 
 
-def free_port(host: str) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def free_ports(host: str, number: int) -> list[int]:
+    """Different ports that nobody has now. They lie below those that the kernel gives to outgoing connections, or
+    one of these might take a port before we bind it. Raises LaunchError."""
+    end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    ports = range(FIRST_PORT, end if end > 2 * FIRST_PORT else 1 << 16)
+    free: list[int] = []
+    for port in random.SystemRandom().sample(ports, 100):
+        if len(free) == number:
+            return free
+        with contextlib.suppress(LaunchError):
+            check_port(host, port, "another one")
+            free.append(port)
+    raise LaunchError(f"No port from {FIRST_PORT} on is free on {host}.")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 
-_LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "verbose": logging.DEBUG}
+# in Triton's words, from the least that is printed to the most
+LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, "verbose": logging.DEBUG}
 
 
 def set_up_logging(name: str, level: str) -> None:
     """`level` is one of Triton's words: error, warning, info, verbose. Triton's own logger costs 40-130 us a line."""
     logging.basicConfig(
-        level=_LEVELS.get(level, logging.WARNING), format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
+        level=LEVELS.get(level, logging.WARNING), format=f"%(asctime)s {name} %(levelname).1s %(message)s", force=True
     )

@@ -31,11 +31,11 @@ from typing import IO
 from photon_backend import alive, draining, layout
 from photon_backend.config import TINY_CHECKPOINT
 from photon_backend.layout import LaunchError, Layout
+from photon_backend.log import LEVELS
 
 EXIT_SECONDS = 8  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
 NOISE = (b"CudaDriverHelper has not been initialized", b"Signal (15) received")  # no GPU; our own SIGTERM
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is never behind a proxy
-LOG_LEVELS = ("error", "warning", "info", "verbose")
 _hurry = threading.Event()  # set by the second signal
 
 
@@ -155,7 +155,8 @@ def start_server(
     one. `log` is a file for everything the processes print, default the terminal. At the end open requests have
     `drain_s` seconds. `settings` are more `PHOTON_*` variables (with their prefix). Raises LaunchError.
     """
-    taken = dict(zip(PORTS, (port or layout.free_port(host) for port in ports), strict=True))
+    free = iter(layout.free_ports(host, ports.count(0)))
+    taken = {name: port or next(free) for name, port in zip(PORTS, ports, strict=True)}
     stubs = front_ends + layout.unary_front_ends(front_ends) + engines
     layout.check(Path(checkpoint), host, taken, stubs)
     private = Layout(front_ends, engines)
@@ -191,7 +192,7 @@ def _start_triton(
     output: IO[bytes] | None,
     secret: str,
 ) -> subprocess.Popen[bytes]:
-    level = LOG_LEVELS.index(log_level)
+    level = list(LEVELS).index(log_level)
     command = [
         f"{layout.triton_home()}/bin/tritonserver",
         f"--model-repository={private.models}",
@@ -267,7 +268,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     option("grpc-port", 8001, "port of gRPC")
     option("metrics-port", 8002, "port of the metrics")
     option("drain-seconds", 20.0, "for open requests after SIGTERM")
-    option("log-level", "warning", "what is printed", choices=LOG_LEVELS)
+    option("log-level", "warning", "what is printed", choices=list(LEVELS))
     return parser.parse_args(arguments)
 
 

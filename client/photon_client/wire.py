@@ -19,8 +19,11 @@ POINT = ("x", "y")
 def build_request(task: str, image: bytes | None, text: str | None, stream: bool, options: dict[str, Any]) -> Any:
     """A ModelInferRequest for the model `photon`. Options that are None are left to the server's defaults.
 
-    Raises InvalidArgument for an option that JSON cannot hold; all else is the server's to judge.
+    Raises InvalidArgument for a task whose answer we could not key, and for an option that JSON cannot hold; all else
+    is the server's to judge.
     """
+    if task not in KEYS:
+        raise InvalidArgument(f"task: expected one of {', '.join(KEYS)}, got {task!r}")
     request = service_pb2.ModelInferRequest(model_name="photon")
     _add_string(request, "task", task.encode())
     if text is not None:

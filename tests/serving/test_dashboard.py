@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import doors
@@ -20,12 +21,22 @@ PARTS = re.compile(r"_(bucket|sum|count)$")
 
 @pytest.fixture(scope="module")
 def metrics(server: Server) -> set[str]:
+    """Names of all metrics. They come one after the other, so: when for two turns of the publisher no new one came."""
+
     def scrape() -> set[str]:
-        with doors.OPENER.open(server.metrics_url) as reply:
+        with doors.OPENER.open(server.metrics_url, timeout=60) as reply:
             return set(SERIES.findall(reply.read().decode()))
 
-    wait_until(lambda: "photon_up" in scrape(), 10, "metrics published")
-    return scrape()
+    names = scrape()
+
+    def complete() -> bool:
+        before = set(names)
+        time.sleep(2.5)  # the publisher's period is a second
+        names.update(scrape())
+        return "photon_up" in before and names == before
+
+    wait_until(complete, 60, "metrics published")
+    return names
 
 
 def test_dashboard(metrics: set[str]) -> None:

@@ -26,15 +26,16 @@ def command(server: Server, **inputs: str) -> dict[str, Any]:
 def test_one_request_of_a_shared_stream(server: Server, pictures: list[bytes]) -> None:
     replies: queue.Queue[Any] = queue.Queue()
     answers = {"one": Answer(), "two": Answer()}
+    doors.settled(server)
     with triton.InferenceServerClient(server.grpc_url) as client:
         client.start_stream(lambda result, error: replies.put(error or result))
         for number, name in enumerate(answers):
             request = {**ENDLESS, "stream": True, "image": pictures[number]}
             client.async_stream_infer("photon", doors.tensors(request), request_id=name)
-        wait_until(lambda: doors.status(server)["running"] == 2, 30, "both running")
+        wait_until(lambda: doors.status(server)["running"] == 2, 60, "both running")
         assert command(server, command="cancel", request_id="one") == {"request_id": "one"}
         while not all(answer.finish_reason for answer in answers.values()):
-            reply = replies.get(timeout=60)
+            reply = replies.get(timeout=120)
             answers[reply.get_response().id].add(doors.values_of(reply))
         client.stop_stream()
     assert answers["one"].finish_reason == "cancelled" and answers["two"].finish_reason != "cancelled"
@@ -52,12 +53,12 @@ def test_over_http(server: Server, pictures: list[bytes], door: str) -> None:
             {"name": name, "shape": [1], "datatype": "BYTES", "data": [request.pop(name)]} for name in ("task", "image")
         ]
         request = {"inputs": inputs, "parameters": request}
-    wait_until(lambda: doors.idle(server), 5, "the heartbeat knows that nothing runs")
+    doors.settled(server)
     with ThreadPoolExecutor(1) as threads:
         asked = threads.submit(doors.post, server, path, {**request, "id": "of mine"})
-        wait_until(lambda: doors.status(server)["running"] == 1, 30, "running")
+        wait_until(lambda: doors.status(server)["running"] == 1, 60, "running")
         command(server, command="cancel", request_id="of mine")
-        assert b"cancelled" in asked.result(timeout=20)
+        assert b"cancelled" in asked.result(timeout=60)
 
 
 def test_what_cannot_be_stopped(server: Server, pictures: list[bytes]) -> None:

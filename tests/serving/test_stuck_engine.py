@@ -41,30 +41,30 @@ def test_hung_device(checkpoint: Path, pictures: list[bytes], tmp_path: Path) ->
     hanging, program, log = tmp_path / "hang", tmp_path / "engine", tmp_path / "log"
     program.write_text(HANGING_ENGINE.format(python=sys.executable, file=str(hanging)))
     program.chmod(0o700)
-    settings = {"PHOTON_ENGINE_PYTHON": str(program), "PHOTON_TICK_LIMIT_S": "2", "PHOTON_THREADS": "1"}
+    settings = {"PHOTON_ENGINE_PYTHON": str(program), "PHOTON_TICK_LIMIT_S": "5", "PHOTON_THREADS": "1"}
     with start_server(checkpoint, settings=settings, log=log) as server, ThreadPoolExecutor(5) as threads:
         before = doors.status(server)["pid"]
         asked = [threads.submit(door, server, image=pictures[0], **ENDLESS) for door in doors.DOORS.values()]
-        wait_until(lambda: doors.status(server)["running"] == 5, 30, "running")
+        wait_until(lambda: doors.status(server)["running"] == 5, 60, "running")
         hanging.touch()
         for future in asked:
             with pytest.raises(ServerError, match=r"\[UNAVAILABLE\]"):
-                future.result(timeout=20)
+                future.result(timeout=60)
         hanging.unlink()
-        wait_until(lambda: doors.status(server)["up"] and doors.status(server)["pid"] != before, 60, "replaced")
-        server.wait_ready(60)
+        wait_until(lambda: doors.status(server)["up"] and doors.status(server)["pid"] != before, 120, "replaced")
+        server.wait_ready(120)
         assert doors.generate(server, image=pictures[0], task="caption", max_tokens=3).text
     text = log.read_text()
-    assert "stuck in one tick for 2 s" in text and f"ended with status {EXIT_STUCK}" in text
+    assert "stuck in one tick for 5 s" in text and f"ended with status {EXIT_STUCK}" in text
     assert " in hang\n" in text, "where every thread is"
 
 
 def test_a_sleeping_engine_is_not_stuck(checkpoint: Path, pictures: list[bytes], tmp_path: Path) -> None:
     """Nothing to do for longer than a tick may take."""
     log = tmp_path / "log"
-    with start_server(checkpoint, settings={"PHOTON_TICK_LIMIT_S": "1", "PHOTON_THREADS": "1"}, log=log) as server:
+    with start_server(checkpoint, settings={"PHOTON_TICK_LIMIT_S": "3", "PHOTON_THREADS": "1"}, log=log) as server:
         pid = doors.status(server)["pid"]
         assert doors.generate(server, image=pictures[0], task="caption", max_tokens=3).text
-        time.sleep(2.5)
+        time.sleep(7)
         assert doors.status(server)["pid"] == pid and doors.status(server)["restarts"] == 0
     assert "stuck" not in log.read_text()

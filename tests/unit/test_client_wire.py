@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import struct
 from typing import Any
 
 import numpy as np
 import pytest
-from photon_client import Internal, InvalidArgument, PhotonError, PhotonTimeout, Unavailable
+from photon_client import AsyncClient, Client, Internal, InvalidArgument, PhotonError, PhotonTimeout, Unavailable
 from photon_client.client import channel_options, check_address
 from photon_client.errors import from_rpc, from_text
 from photon_client.wire import Answer, build_request, build_status_request, read_status
@@ -76,6 +77,21 @@ def test_options_that_json_cannot_hold(options: dict[str, Any]) -> None:
 def test_text_that_is_none(text: Any) -> None:
     with pytest.raises(InvalidArgument, match="text_input"):
         build_request("query", None, text, False, {})
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_unknown_task_is_refused_by_both_clients(stream: bool) -> None:
+    """Before anything is sent: nobody listens at that address."""
+    names = "one of query, caption, detect, point, got 'translate'"
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match=names):
+        client.ask("translate", None, "x", stream)
+
+    async def ask() -> None:
+        async with AsyncClient("127.0.0.1:1") as twin:
+            await twin.ask("translate", None, "x", stream)
+
+    with pytest.raises(ValueError, match=names):
+        asyncio.run(ask())
 
 
 def test_text_deltas_add_up() -> None:
