@@ -158,7 +158,7 @@ def table_times(spelling: Spelling, batches: list[int], device: torch.device) ->
     placed = tables.place(compile_automaton(COMPILED["five-field JSON"], spelling, tables.max_words))
     assert placed is not None
     block = placed[0]
-    tables.write(block.base, tables.host_words(block))
+    tables.write(block.base, tables.host_words(block.automaton))
     results = []
     for batch in batches:
         rows, row = RowAutomata(tables, batch), torch.arange(batch, device=device)

@@ -42,7 +42,7 @@ class Load:
         self.context = context
         self.started: set[str] = set()
         # N tokens each, whatever the model says
-        self.engine.stepper.runner.suppress[:, self.engine.config.tokenizer.eos_id] = True
+        self.engine.stepper.runner.rows.forbid(self.engine.config.tokenizer.eos_id)
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
         self.started.update(m.request_id for m in messages if isinstance(m, Tokens))

@@ -1,9 +1,10 @@
 """Time of each decode kernel at Moondream 2's shape, beside the bytes that it must read. Needs a GPU.
 
-    python -m benchmarks.kernels [--batch 1,16,64] [--sweep | --sweep-attention]
+    python -m benchmarks.kernels [--batch 1,16,64] [--only NAME] [--sweep]
 
-Every kernel runs over the weights or pages of all layers in one CUDA graph, so nothing it reads is still in L2.
-`--sweep` tries tile shapes and prints the best; the last line is JSON.
+Every kernel runs over the weights or pages of all layers in one CUDA graph, so nothing it reads is still in L2. The
+sampling kernel reads the same logits each time; they are still in L2 in a real step too. `--sweep` tries shapes and
+prints the best; the last line is JSON.
 """
 
 from __future__ import annotations
@@ -13,23 +14,37 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 
+import numpy as np
 import torch
 import triton
 
 from photon_backend.engine.kv_cache import KVCache
+from photon_backend.engine.rows import Rows
+from photon_backend.engine.runner import relay_in_torch
+from photon_backend.engine.sampler import sample_step
+from photon_backend.engine.slots import DecodeSlot
+from photon_backend.engine.tables import AutomatonTables
+from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton
+from photon_backend.grammar.spatial import State
 from photon_backend.kernels import attention as attention_module
 from photon_backend.kernels import linear as linear_module
+from photon_backend.kernels import norm as norm_module
+from photon_backend.kernels import sample as sample_module
 from photon_backend.kernels.attention import DecodeAttention
 from photon_backend.kernels.linear import linear, linear_split
 from photon_backend.kernels.norm import add_norm
-from photon_backend.kernels.sample import draw
-from photon_backend.model.config import TextConfig
+from photon_backend.kernels.relay import relay
+from photon_backend.kernels.sample import SampleKernel
+from photon_backend.model.config import ModelConfig, TextConfig
+from photon_backend.model.region import Region
 from photon_backend.model.text import rope_tables
 
 GB_PER_S = 4200.0
-LINEAR_SWEEP = list(itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5)))
+LAUNCHES = 24  # of a kernel in a graph: the layers of Moondream 2
+Work = tuple[Callable[[], None], int, ModuleType | None]  # so many launches, bytes of one, whose SHAPE a sweep sets
 
 
 def graph_us(work: Callable[[], None], launches: int, repeat: int = 20) -> float:
@@ -52,8 +67,8 @@ def graph_us(work: Callable[[], None], launches: int, repeat: int = 20) -> float
     return sorted(times)[repeat // 2]
 
 
-def linears(config: TextConfig, batch: int) -> dict[str, tuple[Callable[[], None], int]]:
-    """name -> (work over all layers, bytes of one layer's weights)"""
+def linears(model: ModelConfig, batch: int) -> dict[str, Work]:
+    config = model.text
     width, hidden = config.dim, config.ff_dim
     outputs = (config.n_heads + 2 * config.n_kv_heads) * config.head_dim + hidden
 
@@ -82,23 +97,27 @@ def linears(config: TextConfig, batch: int) -> dict[str, tuple[Callable[[], None
         for w in w_in:
             torch.nn.functional.linear(x, w, bias)
 
-    works = {"in": (first, 2 * w_in[0].numel()), "in, cuBLAS": (library, 2 * w_in[0].numel())}
+    size = 2 * w_in[0].numel()
+    works: dict[str, Work] = {"in": (first, size, linear_module), "in, cuBLAS": (library, size, None)}
     for splits in (4, 8, 16):
-        works[f"out, {splits} splits"] = (second(splits), 2 * w_out[0].numel())
+        works[f"out, {splits} splits"] = (second(splits), 2 * w_out[0].numel(), linear_module)
     return works
 
 
-ATTENTION_SWEEP = list(itertools.product((1, 2, 4, 8, 16), (32, 64), (2, 4)))
+def attentions(config: ModelConfig, batch: int) -> dict[str, Work]:
+    context = 800
+    kv = 4 * config.text.n_kv_heads * config.text.head_dim * context * batch
+    return {"attention": (attention(config.text, batch, context), kv, attention_module)}
 
 
-def attention(config: TextConfig, batch: int, context: int = 800) -> Callable[[], None]:
+def attention(config: TextConfig, batch: int, context: int) -> Callable[[], None]:
     """Decode attention over the pages of all layers; builds its launcher anew for each shape of a sweep."""
     pages = batch * (context // 16 + 1)
     cache = KVCache(config, pages, 16, torch.device("cuda"), torch.bfloat16)
     cache.k.normal_()
     cache.v.normal_()
     table = torch.randperm(pages, device="cuda").reshape(batch, -1)
-    rows, position = torch.arange(batch, device="cuda"), torch.full((batch,), context, device="cuda")
+    position = torch.full((batch,), context, device="cuda")
     width = config.n_heads * config.head_dim
     qkv = torch.randn(batch, 3 * width, device="cuda", dtype=torch.bfloat16)
     cos, sin = rope_tables(torch.arange(config.max_context, device="cuda"), config)
@@ -107,46 +126,113 @@ def attention(config: TextConfig, batch: int, context: int = 800) -> Callable[[]
     def work() -> None:
         launch = DecodeAttention(batch, config.n_heads, config.n_kv_heads, config.head_dim, 16, cache.k.device)
         for layer in range(config.n_layers):
-            launch(qkv, *cache.flat(layer), rows, position, table, rope, out)
+            launch(qkv, *cache.flat(layer), position, table, rope, out)
 
     return work
 
 
-def others(config: TextConfig, batch: int) -> dict[str, tuple[Callable[[], None], int]]:
-    """name -> (24 launches, bytes of one)"""
-    width, splits = config.dim, 8
+def others(config: ModelConfig, batch: int) -> dict[str, Work]:
+    width, splits, pages = config.text.dim, 8, config.text.max_context // 16
     x, normed = (torch.randn(batch, width, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     parts, bias = torch.randn(splits, batch, width, device="cuda"), x[0].clone()
-    logits = torch.randn(batch, config.vocab_size, device="cuda") * 2
-    ones = torch.ones(batch, device="cuda")
-    cold = (ones * 0.5, ones * 0.3, ones.long() * 0, ones.long(), ones.long())
-    greedy = (ones * 0.0, *cold[1:])
+    embeddings = torch.randn(1000, width, device="cuda", dtype=torch.bfloat16)
+    row, table = torch.arange(batch, device="cuda"), torch.zeros(batch, pages, dtype=torch.int64, device="cuda")
+    position = torch.zeros_like(row)
 
-    def norms() -> None:
-        for _ in range(24):
-            add_norm(x, parts, bias, bias, bias, normed)
-
-    def draws(options: tuple[torch.Tensor, ...]) -> Callable[[], None]:
-        def work() -> None:
-            for _ in range(24):
-                draw(logits, *options)
-
-        return work
+    def start(run: Callable) -> Callable[[], None]:
+        return lambda: run(row, row, position, table, embeddings, batch, x)
 
     return {
-        "add_norm": (norms, parts.numel() * 4),
-        "draw, flat logits": (draws(cold), logits.numel() * 4),
-        "draw, greedy": (draws(greedy), logits.numel() * 4),
+        "add_norm": (many(lambda: add_norm(x, parts, bias, bias, bias, normed)), parts.numel() * 4, norm_module),
+        "relay": (many(start(relay)), x.numel() * 4, None),
+        "relay, torch": (many(start(relay_in_torch)), x.numel() * 4, None),
     }
 
 
-def sweep(module: ModuleType, shapes: list[tuple[int, ...]], work: Callable[[], None]) -> None:
+def many(launch: Callable[[], object]) -> Callable[[], None]:
+    def work() -> None:
+        for _ in range(LAUNCHES):
+            launch()
+
+    return work
+
+
+SAMPLERS: dict[str, dict] = {  # flat logits are the worst case; a model that is sure is far cheaper
+    "flat": {},
+    "flat, top-p 0.9": {"top_p": 0.9},
+    "flat, all ids": {"top_p": 1.0},
+    "flat, top-k 5": {"top_p": 1.0, "top_k": 5},
+    "sure": {"sure": True},
+    "greedy": {"temperature": 0.0},
+    "automaton": {"automaton": True},
+    "masked": {"masked": True},
+    "boxes": {"state": State.BOX_X},
+}
+
+
+def samplers(config: ModelConfig, batch: int) -> dict[str, Work]:
+    """Mask, draw and transition of a step in one launch, and the same in torch operations."""
+    works: dict[str, Work] = {}
+    for name, changes in SAMPLERS.items():
+        for way in ("sample", "torch"):
+            work, size = sampler(config, batch, way == "torch", **changes)
+            works[f"{way}, {name}"] = (work, size, sample_module if way == "sample" else None)
+    return works
+
+
+def sampler(
+    config: ModelConfig, batch: int, in_torch: bool, temperature: float = 0.5, top_p: float = 0.3, top_k: int = 0,
+    sure: bool = False, automaton: bool = False, masked: bool = False, state: State = State.TEXT,
+) -> tuple[Callable[[], None], int]:  # fmt: skip
+    device = torch.device("cuda")
+    with torch.device("meta"):
+        region = Region(config.region)  # for the values of its bins, not for its weights
+    rows = Rows(config, region, batch, 1, 8, device)
+    slot = DecodeSlot(config, batch, device, torch.bfloat16)
+    slot.load_rows(list(range(batch)))
+    slot.logits.normal_(std=2.0)
+    slot.mask.fill_(ALL_LEGAL)
+    if sure:
+        slot.logits[:, 77] += 40.0
+    for column, value in ((rows.temperature, temperature), (rows.top_p, top_p), (rows.top_k, top_k)):
+        column.fill_(value)
+    rows.seed.copy_(torch.arange(batch))
+    rows.state.fill_(int(state))
+    if automaton:
+        rows.automata.start(slot.rows, torch.tensor([place_any(rows.automata.tables)] * batch, device=device))
+    bins = config.region.coord_out_dim
+    heads = torch.randn(batch, bins, device=device), torch.randn(batch, 2, bins, device=device)
+    region_heads = None if state == State.TEXT else heads
+    run = partial(sample_step, rows) if in_torch else SampleKernel(rows)
+    return many(lambda: run(slot, batch, region_heads, masked, automaton)), slot.logits.numel() * 4
+
+
+def place_any(tables: AutomatonTables) -> tuple[int, int, int]:
+    """Tables of 40 states in which every token is legal and leads anywhere; their row_values."""
+    chance, size = np.random.RandomState(0), tables.free_row[1] - tables.mask_words
+    classes = chance.randint(0, 30, size).astype(np.int32)
+    follow = chance.randint(0, 40, (40, 30)).astype(np.int32)
+    placed = tables.place(TokenAutomaton(np.full((40, tables.mask_words), ALL_LEGAL, np.int32), classes, follow))
+    assert placed is not None
+    tables.write(placed[0].base, tables.host_words(placed[0].automaton))
+    return placed[0].row_values
+
+
+SWEEPS: dict[ModuleType, list[tuple[int, ...]]] = {
+    linear_module: list(itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))),
+    attention_module: list(itertools.product((1, 2, 4, 8, 16), (32, 64), (2, 4))),
+    norm_module: [(2,), (4,), (8,), (16,)],
+    sample_module: [(b, w) for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16, 32) if 4 <= b // w // 32 <= 32],
+}
+
+
+def sweep(module: ModuleType, work: Callable[[], None]) -> None:
     """Prints the four best shapes of a module's kernel."""
     tried = []
-    for shape in shapes:
+    for shape in SWEEPS[module]:
         module.SHAPE = shape  # type: ignore[attr-defined]
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
-            tried.append((graph_us(work, 24, repeat=8), shape))
+            tried.append((graph_us(work, LAUNCHES, repeat=8), shape))
     module.SHAPE = None  # type: ignore[attr-defined]
     for us, shape in sorted(tried)[:4]:
         print(f"  {shape}: {us:6.2f} us", flush=True)
@@ -156,20 +242,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", default="1,16,64")
     parser.add_argument("--sweep", action="store_true", help="shapes of all kernels that have one")
-    parser.add_argument("--sweep-attention", action="store_true", help="shapes of attention only")
+    parser.add_argument("--only", default="", help="kernels whose name begins with this")
     options = parser.parse_args()
-    config, results = TextConfig(), []
+    config, results = ModelConfig(), []
     for batch in map(int, options.batch.split(",")):
-        kv = 4 * config.n_kv_heads * config.head_dim * 800 * batch
-        works = linears(config, batch) | {"attention": (attention(config, batch), kv)} | others(config, batch)
-        for name, (work, size) in works.items():
-            us = graph_us(work, 24)
-            print(f"batch {batch:>3} {name:<18} {us:7.2f} us {size / us / 1e3:6.0f} GB/s of {GB_PER_S:.0f}", flush=True)
+        works = [work for make in (linears, attentions, others, samplers) for work in make(config, batch).items()]
+        for name, (work, size, module) in works:
+            if not name.startswith(options.only):
+                continue
+            us = graph_us(work, LAUNCHES)
+            print(f"batch {batch:>3} {name:<24} {us:7.2f} us {size / us / 1e3:6.0f} GB/s of {GB_PER_S:.0f}", flush=True)
             results.append({"batch": batch, "kernel": name, "us": us, "gb_per_s": size / us / 1e3})
-            if (options.sweep or options.sweep_attention) and name == "attention":
-                sweep(attention_module, ATTENTION_SWEEP, work)
-            elif options.sweep and name.startswith(("in", "out")) and "cuBLAS" not in name:
-                sweep(linear_module, LINEAR_SWEEP, work)
+            if options.sweep and module is not None:
+                sweep(module, work)
     print(json.dumps({"benchmark": "kernels", "results": results}))
 
 

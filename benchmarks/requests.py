@@ -51,7 +51,7 @@ class Workload:
         )
         self.engine = Engine(settings, self._emit, model)
         special = self.engine.config.tokenizer
-        self.engine.stepper.runner.suppress[:, special.eos_id] = True
+        self.engine.stepper.runner.rows.forbid(special.eos_id)
         assert special.templates.query is not None
         self.prompt = special.templates.query.prefix + [40] * PROMPT_WORDS + special.templates.query.suffix * 2
         pixels = np.random.default_rng(0).integers(0, 256, (*PICTURE, 3), dtype=np.uint8)

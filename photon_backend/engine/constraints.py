@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 
 from photon_backend.engine.sequence import Sequence
 from photon_backend.grammar.compiler import Grammars
-from photon_backend.grammar.constraint import Constraint, Matcher
+from photon_backend.grammar.constraint import Constraint, Matcher, TokenAutomaton
 from photon_backend.protocol import PhotonError
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from photon_backend.engine.stepper import Stepper
 
 log = logging.getLogger("photon.engine")
@@ -27,11 +29,15 @@ COMPILING_THREADS = 2
 
 @dataclass(frozen=True, eq=False)
 class Compiled:
-    """A compiling thread's message to the engine. Without a matcher the automaton is to be placed."""
+    """A compiling thread's message to the engine. Without a matcher the automaton is to be placed.
+
+    `words`: its tables, ready to be uploaded, unless they were on the device already.
+    """
 
     sequence: Sequence
     constraint: Constraint | None = None
     matcher: Matcher | None = None
+    words: Tensor | None = None
     error: PhotonError | None = None
 
 
@@ -57,7 +63,10 @@ class Constraints:
             return None if sequence.finished else compiled.error
         if compiled.matcher is None:
             assert constraint.automaton is not None
-            sequence.tables = self._stepper.place(constraint.automaton)
+            if compiled.words is None and not self._stepper.tables.holds(constraint.automaton):
+                self._submit(sequence, allow_automaton=True)  # evicted meanwhile: its tables are wanted after all
+                return None
+            sequence.tables = self._stepper.place(constraint.automaton, compiled.words)
             if sequence.tables is None:  # all of the buffer is in use
                 self._submit(sequence, allow_automaton=False)
                 return None
@@ -86,8 +95,10 @@ class Constraints:
         try:
             assert sequence.request.grammar is not None
             constraint = self._grammars.compile(sequence.request.grammar)
-            device = allow_automaton and constraint.automaton is not None
-            compiled = Compiled(sequence, constraint, None if device else constraint.make_matcher())
+            if allow_automaton and constraint.automaton is not None:
+                compiled = Compiled(sequence, constraint, words=self._words(constraint.automaton))
+            else:
+                compiled = Compiled(sequence, constraint, constraint.make_matcher())
         except PhotonError as error:
             compiled = Compiled(sequence, error=error)
         except Exception:
@@ -95,3 +106,7 @@ class Constraints:
             message = "the engine failed on this request's grammar; its log says why"
             compiled = Compiled(sequence, error=PhotonError("INTERNAL", message))
         self._deliver(compiled)
+
+    def _words(self, automaton: TokenAutomaton) -> Tensor | None:
+        tables = self._stepper.tables
+        return None if tables.holds(automaton) else tables.host_words(automaton)

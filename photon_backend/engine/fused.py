@@ -61,11 +61,11 @@ class FusedText:
         power_of_two = text.config.head_dim & (text.config.head_dim - 1) == 0
         return text.wte.device.type == "cuda" and sixteen_bit and power_of_two and text.config.head_dim >= 16
 
-    def forward(self, x: Tensor, rows: Tensor, positions: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, positions: Tensor, pages: Tensor, logits: Tensor) -> None:
         """One position further for each row.
 
-        x [B, D] inputs, changed in place; rows int64 [B]; positions int64 [rows] and table int64 [rows, pages] by row.
-        Returns the hidden state before the final LN [B, D] and the logits float32 [B, V].
+        x [B, D]: inputs; afterwards the hidden state before the final LN. positions int64 [B]; pages int64 [B, P] of
+        each row. Writes logits float32 [B, V].
         """
         batch, width = x.shape
         num_qkv, num_in = self.blocks[0].num_qkv, self.blocks[0].w_in.shape[0]
@@ -78,11 +78,10 @@ class FusedText:
         for layer, block in enumerate(self.blocks):
             add_norm(x, parts, bias, block.ln.weight, block.ln.bias, normed)
             linear(normed, block.w_in, block.b_in, work, gelu_from=num_qkv, gap=width)
-            attention(work, *self.cache.flat(layer), rows, positions, table, self.rope, attended)
+            attention(work, *self.cache.flat(layer), positions, pages, self.rope, attended)
             parts, bias = linear_split(joined, block.w_out, sums), block.b_out
         add_norm(x, parts, bias, self.post_ln.weight, self.post_ln.bias, normed)
-        logits = x.new_empty(batch, self.lm_head.weight.shape[0], dtype=torch.float32)
-        return x, linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
+        linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
 
     def _attention_for(self, batch: int) -> DecodeAttention:
         if batch not in self._attention:

@@ -56,9 +56,9 @@ class DecodeGraphs:
     @torch.inference_mode()
     def _capture(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:
         def step() -> None:
-            self._runner.decode(slot, batch, self._runner.page_table.shape[1], spatial)
+            self._runner.decode(slot, batch, self._runner.rows.page_table.shape[1], spatial)
             if samples:
-                self._runner.sample(slot, batch, spatial, masked=False, automata=spatial)
+                self._runner.sample(slot, batch, spatial, masked=False, automata=True)
 
         slot.load_rows([self._runner.scratch] * batch)
         torch.cuda.synchronize()

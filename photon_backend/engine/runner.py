@@ -1,8 +1,7 @@
 """What the device does in a step. Knows rows, pages and slots, nothing of requests or scheduling.
 
-State that advances by itself lives here by row, on the device: next token, its kind, its spatial value, the automaton
-state, the position. A decode step therefore needs nothing from the host but which rows take part, and token t reaches
-forward t+1 without leaving the device (P6).
+State that advances by itself lives by row on the device (`rows.py`), so a decode step needs nothing from the host but
+which rows take part, and token t reaches forward t+1 without leaving the device (P6).
 
 P1: everything here runs on the one compute stream, in the order in which it was queued; that order is what makes the
 relay and the KV writes right. P5: arguments are never changed after they were handed over.
@@ -10,20 +9,23 @@ relay and the KV writes right. P5: arguments are never changed after they were h
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from photon_backend.engine.kv_cache import KVCache, PagedDecode, PagedPrefill, Segment
-from photon_backend.engine.sampler import apply_bitmask, draw
+from photon_backend.engine.rows import COORDINATE, SIZE, Rows
+from photon_backend.engine.sampler import sample_step
 from photon_backend.engine.slots import POISONED, DecodeSlot
-from photon_backend.engine.tables import AutomatonTables, RowAutomata
-from photon_backend.grammar.spatial import CHOOSES_OBJECT, DECODES_COORDINATE, NEXT, THINKING, State, suppressed_ids
 from photon_backend.model.moondream import Moondream
 
-TOKEN, COORDINATE, SIZE = 0, 1, 2  # kinds of the next input: an embedding of the id, or of the value beside it
+if TYPE_CHECKING:
+    from photon_backend.engine.fused import FusedText
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,16 @@ class PrefillRow:
         return self.prefix_len + len(self.prompt_ids)
 
 
+def relay_in_torch(
+    row: Tensor, next_token: Tensor, position: Tensor, page_table: Tensor, embeddings: Tensor, scratch: int, x: Tensor
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.relay.relay`."""
+    positions = position[row]
+    x.copy_(torch.nn.functional.embedding(next_token[row], embeddings))
+    position[row] = torch.where(row == scratch, 0, positions + 1)
+    return positions, page_table[row]
+
+
 class Runner:
     def __init__(
         self, model: Moondream, cache: KVCache, rows: int, debug: bool, kernels: bool = True, grammar_mb: int = 64
@@ -65,46 +77,25 @@ class Runner:
         self.device = cache.k.device
         self.ids = config.tokenizer
         self.scratch = rows  # fills a batch up to the size of its graph; owns the cache's scratch page
-        table_width = -(-config.text.max_context // cache.page_size)
-
-        def by_row(dtype: torch.dtype, *shape: int) -> Tensor:
-            return torch.zeros(rows + 1, *shape, dtype=dtype, device=self.device)
-
-        self.next_token = by_row(torch.int64)
-        self.kind = by_row(torch.int64)
-        self.value = by_row(torch.float32, 2)
-        self.state = by_row(torch.int64)
-        self.position = by_row(torch.int64)
-        self.page_table = by_row(torch.int64, table_width)
-        self.think_until = by_row(torch.int64)
-        self.temperature = by_row(torch.float32)
-        self.top_p = by_row(torch.float32)
-        self.top_k = by_row(torch.int64)
-        self.seed = by_row(torch.int64)
-        self.automata = RowAutomata(AutomatonTables(config.text.vocab_size, grammar_mb, self.device), rows + 1)
-        self.page_table[self.scratch] = cache.scratch_page
-        self._make_tables()
-        self._fused, self._draw = None, draw
+        num_pages = -(-config.text.max_context // cache.page_size)
+        self.rows = Rows(config, model.region, rows + 1, num_pages, grammar_mb, self.device)
+        self.rows.page_table[self.scratch] = cache.scratch_page
+        self.automata = self.rows.automata
+        self._fused: FusedText | None = None
+        self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
+        self._sample: Callable[..., None] = partial(sample_step, self.rows)
         if kernels and self.device.type == "cuda":  # Triton is there wherever torch has CUDA
-            from photon_backend.engine.fused import FusedText
-            from photon_backend.kernels.sample import draw as kernel_draw
+            self.use_kernels()
 
-            self._draw = kernel_draw
-            if FusedText.supports(model.text):
-                self._fused = FusedText(model.text, cache)
+    def use_kernels(self) -> None:
+        """From now on steps run through our kernels; on a CPU that is for tests, under TRITON_INTERPRET=1."""
+        from photon_backend.engine.fused import FusedText
+        from photon_backend.kernels.relay import relay
+        from photon_backend.kernels.sample import SampleKernel
 
-    def _make_tables(self) -> None:
-        """Automaton tables, one line per state: what is suppressed, what follows, what is decoded."""
-        states = list(State)
-        self.suppress = torch.zeros(len(states), self.model.config.text.vocab_size, dtype=torch.bool)
-        for state in states:
-            self.suppress[state, suppressed_ids(state, self.model.config)] = True
-        self.suppress = self.suppress.to(self.device)
-        self.next_state = torch.tensor(NEXT, device=self.device)
-        self.thinking = torch.tensor([s in THINKING for s in states], device=self.device)
-        self.chooses = torch.tensor([s in CHOOSES_OBJECT for s in states], device=self.device)
-        self.takes_coordinate = torch.tensor([s in DECODES_COORDINATE for s in states], device=self.device)
-        self.takes_size = torch.tensor([s == State.BOX_SIZE for s in states], device=self.device)
+        self._relay, self._sample = relay, SampleKernel(self.rows)
+        if FusedText.supports(self.model.text):
+            self._fused = FusedText(self.model.text, self.cache)
 
     # ---- forward
 
@@ -117,7 +108,8 @@ class Runner:
         attend = PagedPrefill(self.cache, *self._segments(batch))
         hidden = self.model.text(x, positions, attend)
         last = hidden[self._upload(np.cumsum([r.length - r.cached_len for r in batch]) - 1)]
-        self._keep(slot, last, self.model.text.logits(last))
+        slot.hidden[: len(batch)] = last
+        slot.logits[: len(batch)] = self.model.text.logits(last)
         self._copy_tails([r.save_tail for r in batch])
 
     def decode(self, slot: DecodeSlot, batch: int, num_pages: int, spatial: bool) -> None:
@@ -125,82 +117,41 @@ class Runner:
 
         Every shape and address depends on the arguments alone, so the whole of it can be captured in a CUDA graph.
         """
-        row = slot.rows[:batch]
-        position = self.position[row]
-        x = self._next_embeddings(row, spatial)
+        x, logits = slot.hidden[:batch], slot.logits[:batch]
+        position, pages = self._next_inputs(slot.rows[:batch], x, spatial)
         if self._fused is not None:
-            self._keep(slot, *self._fused.forward(x, row, self.position, self.page_table))
+            self._fused.forward(x, position, pages, logits)
         else:
-            attend = PagedDecode(self.cache, self.page_table[row, :num_pages], position)
-            hidden = self.model.text(x, position, attend)
-            self._keep(slot, hidden, self.model.text.logits(hidden))
-        self.position[row] = torch.where(row == self.scratch, 0, position + 1)
+            attend = PagedDecode(self.cache, pages[:, :num_pages], position)
+            x.copy_(self.model.text(x, position, attend))
+            logits.copy_(self.model.text.logits(x))
 
-    def _keep(self, slot: DecodeSlot, hidden: Tensor, logits: Tensor) -> None:
-        """Leaves in the slot what sampling needs: hidden [B, D] before the final LN, logits [B, V]."""
-        slot.hidden[: len(hidden)] = hidden
-        slot.logits[: len(logits)] = logits
+    def _next_inputs(self, row: Tensor, x: Tensor, spatial: bool) -> tuple[Tensor, Tensor]:
+        """x [B, D]: the embedding of each row's next token, or of the value that it stands for.
 
-    def _next_embeddings(self, row: Tensor, spatial: bool) -> Tensor:
-        """[B, D]: the embedding of each row's next token, or of the value that it stands for."""
-        token = self.next_token[row]
+        Moves the rows' positions on; returns those of the new tokens, int64 [B], and the rows' pages, int64 [B, P].
+        """
+        rows = self.rows
         if self.debug:
-            assert bool((token >= 0).all()), "a relay cell was read twice, or before it was written"
-            self.next_token[row] = POISONED
-        x = self.model.text.embed(token)
-        if not spatial:
-            return x
-        kind, value, region = self.kind[row, None], self.value[row], self.model.region
-        x = torch.where(kind == COORDINATE, region.encode_coordinate(value[:, :1]), x)
-        return torch.where(kind == SIZE, region.encode_size(value), x)
-
-    # ---- sampling
+            assert bool((rows.next_token[row] >= 0).all()), "a relay cell was read twice, or before it was written"
+        embeddings = self.model.text.wte
+        position, pages = self._relay(row, rows.next_token, rows.position, rows.page_table, embeddings, self.scratch, x)
+        if self.debug:
+            rows.next_token[row] = POISONED
+        if spatial:
+            kind, value, region = rows.kind[row, None], rows.value[row], self.model.region
+            x.copy_(torch.where(kind == COORDINATE, region.encode_coordinate(value[:, :1]), x))
+            x.copy_(torch.where(kind == SIZE, region.encode_size(value), x))
+        return position, pages
 
     def sample(self, slot: DecodeSlot, number: int, spatial: bool, masked: bool, automata: bool) -> None:
-        """Samples the step in the slot, advances the automata and leaves the next input of each row on the device.
+        """Samples the step in the slot and leaves the next input of each row on the device: see `sample_step`.
 
-        `spatial`: some row may take a coordinate or a size; without it the region heads are not run. `masked`: apply
-        the slot's mask of legal ids. `automata`: some row may have a token automaton.
+        `spatial`: some row may take a coordinate or a size; without it the region heads are not run.
         """
-        row, logits = slot.rows[:number], slot.logits[:number]
-        state, position = self.state[row], self.position[row]
-        legal = logits.masked_fill(self.suppress[state], float("-inf"))
-        if masked:
-            legal = apply_bitmask(legal, slot.mask[:number])
-        if automata:
-            legal = apply_bitmask(legal, self.automata.masks(row, ~self.thinking[state], legal.shape[1]))
-        ids = self._draw(legal, self.temperature[row], self.top_p[row], self.top_k[row], self.seed[row], position)
-        kind = torch.zeros_like(ids)
-        if spatial:
-            ids, kind = self._spatial(slot, number, state, position, ids)
-        if automata:
-            self.automata.advance(row, ~self.thinking[state], ids)
-        answers = self.thinking[state] & (ids == self.ids.answer_id)
-        self.state[row] = torch.where(answers, int(State.TEXT_FIRST), self.next_state[state])
-        self.next_token[row] = ids
-        self.kind[row] = kind
-        slot.ids[:number] = ids
-
-    def _spatial(
-        self, slot: DecodeSlot, number: int, state: Tensor, position: Tensor, ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Ids and kinds of rows whose state decides more than the sample does; fills slot.values and self.value."""
-        row, hidden, region = slot.rows[:number], slot.hidden[:number], self.model.region
-        coordinate, size = self.takes_coordinate[state], self.takes_size[state]
-        ends = self.chooses[state] & (slot.logits[:number].argmax(-1) == self.ids.eos_id)
-        forced = self.thinking[state] & (position >= self.think_until[row])
-        ids = torch.where(forced, self.ids.answer_id, ids)
-        ids = torch.where(coordinate, self.ids.coord_id, ids)
-        ids = torch.where(size, self.ids.size_id, ids)
-        ids = torch.where(ends, self.ids.eos_id, ids)
-        coordinate = (coordinate & ~ends) | (self.thinking[state] & (ids == self.ids.coord_id))
-        point = region.coordinate_value(region.decode_coordinate(hidden).argmax(-1))
-        extent = region.size_value(region.decode_size(hidden).argmax(-1))
-        value = torch.where(size[:, None], extent, torch.stack([point, point], -1))
-        self.value[row] = value
-        slot.values[:number] = value
-        kind = torch.where(size, SIZE, torch.where(coordinate, COORDINATE, TOKEN))
-        return ids, kind
+        hidden, region = slot.hidden[:number], self.model.region
+        heads = (region.decode_coordinate(hidden), region.decode_size(hidden)) if spatial else None
+        self._sample(slot, number, heads, masked, automata)
 
     # ---- prefill input
 
@@ -209,22 +160,22 @@ class Runner:
 
         It comes first, so a step that fails later leaves rows that write to their own pages only.
         """
-        number = len(batch)
+        number, rows = len(batch), self.rows
         slot.load_rows([r.row for r in batch])
         row = slot.rows[:number]
-        self.next_token.index_fill_(0, row, 0)  # `[row] = 0` would copy a 0 from pageable memory, and wait for it
-        self.state[row] = self._upload([r.state for r in batch])
-        self.position[row] = self._upload([r.length for r in batch])
-        self.think_until[row] = self._upload([r.think_until for r in batch])
-        self.temperature[row] = self._upload([r.temperature for r in batch], np.float32)
-        self.top_p[row] = self._upload([r.top_p for r in batch], np.float32)
-        self.top_k[row] = self._upload([r.top_k for r in batch])
-        self.seed[row] = self._upload([r.seed for r in batch])
-        self.automata.start(row, self._upload([r.automaton for r in batch]))
-        table = np.zeros((number, self.page_table.shape[1]), np.int64)
+        rows.next_token.index_fill_(0, row, 0)  # `[row] = 0` would copy a 0 from pageable memory, and wait for it
+        rows.state[row] = self._upload([r.state for r in batch])
+        rows.position[row] = self._upload([r.length for r in batch])
+        rows.think_until[row] = self._upload([r.think_until for r in batch])
+        rows.temperature[row] = self._upload([r.temperature for r in batch], np.float32)
+        rows.top_p[row] = self._upload([r.top_p for r in batch], np.float32)
+        rows.top_k[row] = self._upload([r.top_k for r in batch])
+        rows.seed[row] = self._upload([r.seed for r in batch])
+        rows.automata.start(row, self._upload([r.automaton for r in batch]))
+        table = np.zeros((number, rows.page_table.shape[1]), np.int64)
         for i, r in enumerate(batch):
             table[i, : len(r.pages)] = r.pages
-        self.page_table[row] = self._upload(table)
+        rows.page_table[row] = self._upload(table)
 
     def _prompt_embeddings(self, batch: list[PrefillRow]) -> Tensor:
         """[T, D]: prefix, where it is computed, and prompt of each sequence, packed."""

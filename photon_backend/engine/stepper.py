@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from photon_backend.config import Settings
 from photon_backend.engine.graphs import DecodeGraphs, buckets_for
@@ -69,7 +70,7 @@ class Stepper:
         """Whether the sampling is in it too: where there are graphs."""
         rows = [s.row for s in step.sequences]
         if self.graphs is not None:
-            self.compute.run(self._replay, slot, rows, _spatial(step) or _automata(step), samples)
+            self.compute.run(self._replay, slot, rows, _spatial(step), samples)
             return True
         # planned already counts this step; the token that it feeds is the one before the token that it samples
         position = max(s.prompt_len + s.planned - 2 for s in step.sequences)
@@ -134,15 +135,16 @@ class Stepper:
             mask[i] = ALL_LEGAL  # a row without a legal token would be NaN; its sequence fails instead
         return [s for _, s in stuck]
 
-    def place(self, automaton: TokenAutomaton) -> Block | None:
+    def place(self, automaton: TokenAutomaton, words: Tensor | None) -> Block | None:
         """Tables on the device for one more sequence, or None when all room is in use. Nothing waits for the upload
-        but the first step that reads them."""
+        but the first step that reads them. `words`: its `host_words`, unless it has a block."""
         placed = self.tables.place(automaton)
         if placed is None:
             return None
         block, new = placed
         if new:
-            self.copy.run(self.tables.write, block.base, self.tables.host_words(block))
+            assert words is not None
+            self.copy.run(self.tables.write, block.base, words)
             block.ready = self.copy.record()
         return block
 

@@ -8,7 +8,8 @@ The block at 0 is for rows without an automaton: one state, in which every token
 
 Blocks are shared by the requests of one grammar and counted. One that nobody uses stays until its room is needed, the
 longest unused first. A block is written only when no step in flight can read it: a request keeps its block until none
-of its steps is uncommitted. The host side (`place`, `release`) belongs to the engine thread, `write` to a stream.
+of its steps is uncommitted. The host side (`place`, `release`) belongs to the engine thread, `write` to a stream;
+`host_words`, which may take milliseconds, to a compiling thread.
 """
 
 from __future__ import annotations
@@ -80,9 +81,13 @@ class AutomatonTables:
         """Copies the tables of a block up; runs on the copy stream."""
         self.buffer[base : base + len(words)].copy_(words, non_blocking=True)
 
-    def host_words(self, block: Block) -> Tensor:
-        """The tables of a block as one host tensor int32, pinned for a GPU."""
-        a = block.automaton
+    def holds(self, automaton: TokenAutomaton) -> bool:
+        """Whether it has a block; on any thread, but only on the engine thread it stays true."""
+        return id(automaton) in self._blocks
+
+    def host_words(self, automaton: TokenAutomaton) -> Tensor:
+        """Its tables as one host tensor int32, pinned for a GPU; on any thread."""
+        a = automaton
         words = torch.cat([torch.from_numpy(part.ravel()) for part in (a.classes, a.masks, a.next_state)])
         return words.pin_memory() if self.buffer.is_cuda else words
 

@@ -26,7 +26,7 @@ def _rotate(base, e, cos, sin, HALF: tl.constexpr):
 
 @triton.jit
 def _attend(
-    qkv, qkv_stride, keys, values, rows, positions, table, table_stride, cos_table, sin_table,
+    qkv, qkv_stride, keys, values, positions, table, table_stride, cos_table, sin_table,
     part_out, part_max, part_sum, heads, kv_heads, scale,
     SPLITS: tl.constexpr, PAGE: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -34,8 +34,8 @@ def _attend(
     h = tl.program_id(1)
     split = tl.program_id(2)
     kv_head = h // (heads // kv_heads)
-    row = tl.load(rows + b)
-    position = tl.load(positions + row)
+    position = tl.load(positions + b)
+    pages = table + b * table_stride
     e = tl.arange(0, E)
     stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
     begin = split * stretch
@@ -53,7 +53,7 @@ def _attend(
         k = _rotate(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
         v = tl.load(line + (heads + kv_heads + kv_head) * E + e)
         if h % (heads // kv_heads) == 0:
-            page = tl.load(table + row * table_stride + position // PAGE)
+            page = tl.load(pages + position // PAGE)
             place = ((page * PAGE + position % PAGE) * kv_heads + kv_head) * E + e
             tl.store(keys + place, k)
             tl.store(values + place, v.to(dtype))
@@ -63,7 +63,7 @@ def _attend(
     for s0 in range(begin, end, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
         inside = s < end
-        page = tl.load(table + row * table_stride + s // PAGE, inside, 0)
+        page = tl.load(pages + s // PAGE, inside, 0)
         place = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + e[None, :]
         k = tl.load(keys + place, inside[:, None], 0.0).to(tl.float32)
         v = tl.load(values + place, inside[:, None], 0.0).to(tl.float32)
@@ -114,7 +114,6 @@ class DecodeAttention:
         qkv: Tensor,
         keys: Tensor,
         values: Tensor,
-        rows: Tensor,
         positions: Tensor,
         table: Tensor,
         rope: tuple[Tensor, Tensor],
@@ -122,8 +121,8 @@ class DecodeAttention:
     ) -> None:
         """Writes the new keys and values of a step and attends.
 
-        qkv [B, (H + 2 K) E] before rope; keys, values [P * S, K, E] of one layer; rows int64 [B]; by row: positions
-        int64 [rows], table int64 [rows, pages]; rope: cos and sin float32 [context, rot_dim / 2]; out [B, H E].
+        qkv [B, (H + 2 K) E] before rope; keys, values [P * S, K, E] of one layer; positions int64 [B]; table int64
+        [B, pages of each row]; rope: cos and sin float32 [context, rot_dim / 2]; out [B, H E].
         """
         batch = qkv.shape[0]
         _attend[(batch, self.heads, self.splits)](
@@ -131,7 +130,6 @@ class DecodeAttention:
             qkv.stride(0),
             keys,
             values,
-            rows,
             positions,
             table,
             table.stride(0),

@@ -1,16 +1,41 @@
-"""Drawing one token per row without a sort: `engine.sampler.draw` as one kernel.
+"""One kernel from logits to the next input of each row: mask, draw and transition, without a host round trip.
 
-The set that top-p and top-k keep is everything from some probability upwards, so it is enough to find that threshold.
-The bit patterns of positive floats are ordered as the floats are, so 31 halvings find it exactly, each one pass over a
-row that lies in L2. Most rows need none: when the likeliest token alone passes top-p, it is the answer.
+The torch path beside it is `engine.sampler.sample_step`; tests compare the two, state by state.
+
+Drawing needs neither a sort nor the threshold that top-p and top-k imply. A token is the argmax of logit / temperature
++ noise over the ids that they keep, and what they keep is everything from some weight upwards: an id stays when the
+weights strictly above its own sum up to at most top_p and are fewer than top_k. So take the argmax over all ids; if it
+stays, it is the answer, for no kept id is ahead of it. If not, nothing of its weight or less stays, and the argmax over
+the ids above it is the next candidate. The mass at or above a candidate is uniform in what was left, so a draw needs
+1 + ln(1 / top_p) candidates on average, 2.2 at top-p 0.3, each one pass over the row, where halving the bit pattern of
+the threshold took up to 31.
+
+One program per row. A row of 51,200 does not fit in its registers (64 a thread at 1,024 threads), so weights and noisy
+logits go to a scratch buffer that stays in L2.
 """
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from photon_backend.grammar.spatial import State
+
+if TYPE_CHECKING:
+    from photon_backend.engine.rows import Rows
+    from photon_backend.engine.slots import DecodeSlot
+
+SHAPE: tuple[int, int] | None = None  # ids of a block, warps for all launches; benchmarks set it
+
+
+def shape_for(width: int) -> tuple[int, int]:
+    """Ids of a block, warps."""
+    block = min(8192, max(32, triton.next_power_of_2(width)))
+    return SHAPE or (block, min(32, max(4, block // 256)))
 
 
 @triton.jit
@@ -23,78 +48,232 @@ def _mix(x):
 
 
 @triton.jit
+def _gumbel(key, ids):
+    """`engine.sampler.gumbel` of some ids."""
+    word = _mix(key ^ _mix(ids.to(tl.uint32)))
+    uniform = tl.minimum(((word >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08, 0.99999994)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _first(best, best_id):
+    """The lowest id of those with the highest value."""
+    return tl.min(tl.where(best == tl.max(best), best_id, 2147483647))
+
+
+@triton.jit
+def _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED: tl.constexpr):
+    """float32 [W, 32] of W mask words: minus infinity where an id is not legal. NaN is the highest, as in torch."""
+    ids = word[:, None] * 32 + lane[None, :]
+    inside = ids < width
+    value = tl.load(line + ids, inside, float("-inf"))
+    bits = tl.load(of_state + word, word < words, 0) & tl.load(table + word, (word < words) & bound, -1)
+    if MASKED:
+        bits = bits & tl.load(host_mask + word, word < words, 0)
+    legal = ((bits[:, None] >> lane[None, :]) & 1) != 0
+    return tl.where(legal, tl.where(value == value, value, float("inf")), float("-inf"))
+
+
+@triton.jit
 def _draw(
-    logits, temperatures, top_ps, top_ks, seeds, positions, probabilities, out, width, BLOCK: tl.constexpr
+    line, of_state, table, bound, host_mask, width, words, high, temperature, top_p, top_k, key, weights, noisy,
+    MASKED: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
-    """One row per program. A pass adds up vectors and reduces them once: a reduction costs more than a block."""
+    """The token that a row draws. `high` is its highest legal logit; weights and noisy: its lines of scratch."""
+    lane = tl.arange(0, 32)
+    warm = tl.maximum(temperature, 1e-5)
+    sums = tl.zeros((W, 32), tl.float32)
+    best = tl.full((W, 32), float("-inf"), tl.float32)
+    best_id = tl.zeros((W, 32), tl.int32)
+    for begin in range(0, words, W):
+        word = begin + tl.arange(0, W)
+        ids = word[:, None] * 32 + lane[None, :]
+        value = _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED)
+        weight = tl.exp((value - high) / warm)
+        chance = value / warm + _gumbel(key, ids)
+        tl.store(weights + ids, weight, ids < width)
+        tl.store(noisy + ids, chance, ids < width)
+        sums += tl.where(ids < width, weight, 0.0)
+        best_id = tl.where(chance > best, ids, best_id)
+        best = tl.maximum(best, chance)
+    total = tl.sum(sums)
+    token = _first(best, best_id)
+    tl.debug_barrier()  # what follows reads what other threads of this program stored
+    weight = tl.load(weights + token)
+    allowed = top_p * total
+    wide = (top_p >= 1.0) & (top_k == 0)
+    narrow = (allowed < 1.0) | (top_k == 1)  # the likeliest alone passes: only ids of its weight, 1, stay
+    sound = total == total  # not so where a logit is NaN or infinite, or none is legal
+    searching = (weight < 1.0) & (wide == 0) & sound
+    while searching:
+        bar = tl.where(narrow, 0.99999994, weight)
+        masses = tl.zeros((W, 32), tl.float32)
+        counts = tl.zeros((W, 32), tl.int32)
+        best = tl.full((W, 32), float("-inf"), tl.float32)
+        best_id = tl.zeros((W, 32), tl.int32)
+        for begin in range(0, words, W):
+            ids = (begin + tl.arange(0, W))[:, None] * 32 + lane[None, :]
+            weight_there = tl.load(weights + ids, ids < width, 0.0)
+            chance = tl.load(noisy + ids, ids < width, float("-inf"))
+            above = weight_there > bar
+            masses += tl.where(above, weight_there, 0.0)
+            counts += above.to(tl.int32)
+            chance = tl.where(above, chance, float("-inf"))
+            best_id = tl.where(chance > best, ids, best_id)
+            best = tl.maximum(best, chance)
+        stays = (tl.sum(masses) <= allowed) & ((top_k == 0) | (tl.sum(counts) < top_k))
+        token = tl.where(stays, token, _first(best, best_id))
+        weight = tl.load(weights + token)
+        searching = (weight < 1.0) & (stays == 0)
+    return tl.where(sound, token, 0)
+
+
+@triton.jit
+def _first_bin(line, bins, BINS: tl.constexpr):
+    """The lowest of the most likely bins."""
+    i = tl.arange(0, BINS)
+    value = tl.load(line + i, i < bins, float("-inf"))
+    return tl.min(tl.where(value == tl.max(value), i, 2147483647))
+
+
+@triton.jit
+def _sample(
+    rows, logits, legal, host_masks, tables, row_tables, table_states, states, traits, positions, think_until,
+    temperatures, top_ps, top_ks, seeds, points, extents, point_values, extent_values, scratch,
+    next_tokens, kinds, values, out_ids, out_values, width, words, point_bins, extent_bins, scratch_len,
+    ANSWER: tl.constexpr, EOS: tl.constexpr, COORD: tl.constexpr, SIZE: tl.constexpr, TEXT_FIRST: tl.constexpr,
+    SPATIAL: tl.constexpr, MASKED: tl.constexpr, W: tl.constexpr,
+    POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
+):  # fmt: skip
     b = tl.program_id(0)
+    row = tl.load(rows + b)
+    state = tl.load(states + row)
+    position = tl.load(positions + row)
+    trait = traits + state * 5
+    following = tl.load(trait)
+    thinks = tl.load(trait + 1) != 0
+    coordinate = tl.load(trait + 3) != 0
+    size = tl.load(trait + 4) != 0
+    bound = thinks == 0  # the token automaton holds
+    base = tl.load(row_tables + row * 3)
+    table_state = tl.load(table_states + row)
+    table = tables + base + width + table_state * words
     line = logits + b.to(tl.int64) * width
-    shares = probabilities + b.to(tl.int64) * width
-    i = tl.arange(0, BLOCK)
-    temperature = tl.load(temperatures + b)
-    top_p = tl.load(top_ps + b)
-    top_k = tl.load(top_ks + b)
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    best_id = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, width, BLOCK):
-        value = tl.load(line + begin + i, begin + i < width, float("-inf"))
-        best_id = tl.where(value > best, begin + i, best_id)
+    of_state = legal + state * words
+    host_mask = host_masks + b * words
+
+    lane = tl.arange(0, 32)
+    best = tl.full((W, 32), float("-inf"), tl.float32)
+    best_id = tl.zeros((W, 32), tl.int32)
+    for begin in range(0, words, W):
+        word = begin + tl.arange(0, W)
+        ids = word[:, None] * 32 + lane[None, :]
+        value = _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED)
+        best_id = tl.where(value > best, ids, best_id)
         best = tl.maximum(best, value)
-    high = tl.max(best, 0)
-    if temperature > 0:
-        warm = tl.maximum(temperature, 1e-5)
-        sums = tl.zeros((BLOCK,), tl.float32)
-        for begin in range(0, width, BLOCK):
-            value = tl.load(line + begin + i, begin + i < width, float("-inf"))
-            sums += tl.exp((value - high) / warm)
-        total = tl.sum(sums, 0)
-        for begin in range(0, width, BLOCK):
-            value = tl.load(line + begin + i, begin + i < width, float("-inf"))
-            tl.store(shares + begin + i, tl.exp((value - high) / warm) / total, begin + i < width)
-        tl.debug_barrier()  # the passes below read what other threads of this program stored
-        # the least share that is kept lies in [low, least], as bit patterns
-        least = (1.0 / total).to(tl.int32, bitcast=True)
-        narrow = (1.0 / total > top_p) | (top_k == 1)
-        wide = (top_p >= 1.0) & (top_k == 0)
-        low = tl.where(narrow, least, 0)
-        least = tl.where(wide, 0, least)
-        while low < least:
-            middle = (low + least) // 2
-            bar = middle.to(tl.float32, bitcast=True)
-            masses = tl.zeros((BLOCK,), tl.float32)
-            counts = tl.zeros((BLOCK,), tl.int32)
-            for begin in range(0, width, BLOCK):
-                share = tl.load(shares + begin + i, begin + i < width, 0.0)
-                above = share > bar
-                masses += tl.where(above, share, 0.0)
-                counts += above.to(tl.int32)
-            keeps = (tl.sum(masses, 0) <= top_p) & ((top_k == 0) | (tl.sum(counts, 0) < top_k))
-            least = tl.where(keeps, middle, least)
-            low = tl.where(keeps, low, middle + 1)
-        bar = least.to(tl.float32, bitcast=True)
-        seed = tl.load(seeds + b)
-        key = _mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ _mix(tl.load(positions + b).to(tl.uint32))
-        key = _mix(key)
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        for begin in range(0, width, BLOCK):
-            value = tl.load(line + begin + i, begin + i < width, float("-inf"))
-            share = tl.load(shares + begin + i, begin + i < width, -1.0)
-            word = _mix(key ^ _mix((begin + i).to(tl.uint32)))
-            uniform = ((word >> 8).to(tl.float32) + 0.5) * 5.9604644775390625e-08
-            noisy = tl.where(share >= bar, value / warm - tl.log(-tl.log(uniform)), float("-inf"))
-            best_id = tl.where(noisy > best, begin + i, best_id)
-            best = tl.maximum(best, noisy)
-        high = tl.max(best, 0)
-    first = tl.min(tl.where(best == high, best_id, 2147483647), 0)
-    tl.store(out + b, first.to(tl.int64))
+    token = _first(best, best_id)
+    temperature = tl.load(temperatures + row)
+    draws = temperature > 0.0
+    if SPATIAL:  # such a row's token is decided by its state
+        ends = (tl.load(trait + 2) != 0) & (token == EOS)
+        draws = draws & (coordinate == 0) & (size == 0)
+    if draws:
+        seed = tl.load(seeds + row)
+        key = _mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ _mix(position.to(tl.uint32))
+        weights = scratch + b.to(tl.int64) * width
+        token = _draw(
+            line, of_state, table, bound, host_mask, width, words, tl.max(best), temperature, tl.load(top_ps + row),
+            tl.load(top_ks + row), _mix(key), weights, weights + scratch_len, MASKED, W,
+        )  # fmt: skip
+
+    if SPATIAL:
+        forced = thinks & (position >= tl.load(think_until + row))
+        token = tl.where(forced, ANSWER, token)
+        token = tl.where(coordinate, COORD, token)
+        token = tl.where(size, SIZE, token)
+        token = tl.where(ends, EOS, token)
+        coordinate = (coordinate & (ends == 0)) | (thinks & (token == COORD))
+        if coordinate:
+            value = tl.load(point_values + _first_bin(points + b * point_bins, point_bins, POINT_BINS))
+            for i in tl.static_range(2):
+                tl.store(values + row * 2 + i, value)
+                tl.store(out_values + b * 2 + i, value)
+        if size:
+            for i in tl.static_range(2):
+                line = extents + (b * 2 + i) * extent_bins
+                value = tl.load(extent_values + _first_bin(line, extent_bins, EXTENT_BINS))
+                tl.store(values + row * 2 + i, value)
+                tl.store(out_values + b * 2 + i, value)
+        tl.store(kinds + row, tl.where(size, 2, tl.where(coordinate, 1, 0)).to(tl.int64))
+    else:
+        tl.store(kinds + row, tl.zeros((), tl.int64))
+
+    answers = thinks & (token == ANSWER)
+    tl.store(states + row, tl.where(answers, TEXT_FIRST, following))
+    kind_of_token = tl.load(tables + base + token, bound, 0)
+    line_of_state = tl.load(row_tables + row * 3 + 1) + table_state * tl.load(row_tables + row * 3 + 2)
+    tl.store(table_states + row, tl.load(tables + line_of_state + kind_of_token, bound, 0).to(tl.int64), bound)
+    tl.store(next_tokens + row, token.to(tl.int64))
+    tl.store(out_ids + b, token.to(tl.int64))
 
 
-def draw(logits: Tensor, temperature: Tensor, top_p: Tensor, top_k: Tensor, seed: Tensor, position: Tensor) -> Tensor:
-    """As `engine.sampler.draw`: logits float32 [B, V], contiguous; the rest [B] -> int64 [B]."""
-    rows, width = logits.shape
-    out = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    shares = torch.empty_like(logits)
-    block = min(8192, triton.next_power_of_2(width))
-    warps = min(32, max(4, block // 256))
-    _draw[(rows,)](logits, temperature, top_p, top_k, seed, position, shares, out, width, BLOCK=block, num_warps=warps)
-    return out
+class SampleKernel:
+    """Launches the kernel for the rows of a step; knows where their state lies."""
+
+    def __init__(self, rows: Rows) -> None:
+        """All tensors of `rows` must stay where they are."""
+        self._rows = rows
+        flags = (rows.thinking, rows.chooses, rows.takes_coordinate, rows.takes_size)
+        self._traits = torch.stack([rows.next_state, *(flag.long() for flag in flags)], 1)
+
+    def __call__(
+        self, slot: DecodeSlot, number: int, region: tuple[Tensor, Tensor] | None, masked: bool, automata: bool
+    ) -> None:
+        """As `engine.sampler.sample_step`. `automata` changes nothing: a row without one has tables of its own."""
+        rows, ids = self._rows, self._rows.ids
+        width, words = slot.logits.shape[1], slot.mask.shape[1]
+        points, extents = region or (slot.logits, slot.logits)
+        bins = points.shape[-1], extents.shape[-1]
+        scratch = torch.empty(2, number, width, dtype=torch.float32, device=slot.logits.device)
+        block, warps = shape_for(width)
+        _sample[(number,)](
+            slot.rows,
+            slot.logits,
+            rows.legal,
+            slot.mask,
+            rows.automata.tables.buffer,
+            rows.automata.row_values,
+            rows.automata.state,
+            rows.state,
+            self._traits,
+            rows.position,
+            rows.think_until,
+            rows.temperature,
+            rows.top_p,
+            rows.top_k,
+            rows.seed,
+            points,
+            extents,
+            *rows.bin_values,
+            scratch,
+            rows.next_token,
+            rows.kind,
+            rows.value,
+            slot.ids,
+            slot.values,
+            width,
+            words,
+            *bins,
+            number * width,
+            ANSWER=ids.answer_id,
+            EOS=ids.eos_id,
+            COORD=ids.coord_id,
+            SIZE=ids.size_id,
+            TEXT_FIRST=int(State.TEXT_FIRST),
+            SPATIAL=region is not None,
+            MASKED=masked,
+            W=block // 32,
+            POINT_BINS=triton.next_power_of_2(bins[0]) if region is not None else 1,
+            EXTENT_BINS=triton.next_power_of_2(bins[1]) if region is not None else 1,
+            num_warps=warps,
+        )

@@ -18,7 +18,7 @@ from photon_backend.protocol import Done, Failed, NeedPicture
 def test_a_length_limit_launches_not_one_step_too_many(make_bench, checkpoint, number, overlap):
     bench = make_bench(overlap=overlap)
     special = bench.engine.config.tokenizer
-    bench.engine.stepper.runner.suppress[:, special.eos_id] = True  # it would end by itself
+    bench.engine.stepper.runner.rows.forbid(special.eos_id)  # it would end by itself
     submit, _ = request("r", checkpoint, 3, task="query", picture="tiny", reasoning=False, max_tokens=number)
     bench.submit(submit, "tiny")
     answer = bench.drain()["r"]
@@ -30,7 +30,7 @@ def test_a_length_limit_launches_not_one_step_too_many(make_bench, checkpoint, n
 def test_the_context_is_filled_to_its_last_position(make_bench, checkpoint):
     bench = make_bench()
     context = bench.engine.config.text.max_context
-    bench.engine.stepper.runner.suppress[:, bench.engine.config.tokenizer.eos_id] = True
+    bench.engine.stepper.runner.rows.forbid(bench.engine.config.tokenizer.eos_id)
     submit, _ = request("r", checkpoint, 3, task="query", picture="none", reasoning=False, max_tokens=50)
     submit.prompt_ids += [30] * (context - len(submit.prompt_ids) - 5)
     bench.submit(submit)
@@ -165,7 +165,7 @@ def test_a_failing_step_fails_its_requests_and_the_loop_lives(make_bench, checkp
 
     monkeypatch.setattr(bench.engine.stepper.runner.model.vision, "encode", broken)
     running, name = request("running", checkpoint, 1, task="query", picture="tiny", reasoning=False, max_tokens=20)
-    bench.engine.stepper.runner.suppress[:, bench.engine.config.tokenizer.eos_id] = True
+    bench.engine.stepper.runner.rows.forbid(bench.engine.config.tokenizer.eos_id)
     bench.submit(running, name)
     for _ in range(5):
         bench.tick()
@@ -182,7 +182,7 @@ def test_a_failing_step_fails_its_requests_and_the_loop_lives(make_bench, checkp
 def test_deadlines_end_the_queued_and_the_running(make_bench, checkpoint, monkeypatch):
     """The clock is put forward when one runs, however long that took."""
     bench = make_bench(rows=1)
-    bench.engine.stepper.runner.suppress[:, bench.engine.config.tokenizer.eos_id] = True
+    bench.engine.stepper.runner.rows.forbid(bench.engine.config.tokenizer.eos_id)
     for key in ("running", "queued"):
         submit, name = request(key, checkpoint, 1, task="query", reasoning=False, max_tokens=400, max_time_ms=600_000.0)
         bench.submit(submit, name)

@@ -86,3 +86,18 @@ def test_bits_say_what_is_legal():
     legal = apply_bitmask(logits, mask) == 0
     assert legal[0].nonzero()[:, 0].tolist() == [0, 69]
     assert legal[1].nonzero()[:, 0].tolist() == [*range(32), 63]
+
+
+def test_no_noise_is_infinite():
+    """Seed 23641, position 0: the hash of id 58 is the largest, so its uniform number would round to 1."""
+    noise = gumbel(torch.tensor([23641]), torch.tensor([0]), 60)
+    assert noise.isfinite().all() and noise.argmax() == 58
+
+
+def test_a_row_of_no_numbers_does_not_touch_its_neighbours():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    broken = logits.clone()
+    broken[1] = float("nan")
+    ones = torch.ones(3)
+    options = (ones, ones * 0.9, torch.zeros(3).long(), torch.arange(3), torch.arange(3))
+    assert draw(broken, *options)[[0, 2]].tolist() == draw(logits, *options)[[0, 2]].tolist()

@@ -8,16 +8,23 @@ import torch
 triton = pytest.importorskip("triton")
 
 from photon_backend.engine.kv_cache import KVCache, PagedDecode  # noqa: E402
-from photon_backend.engine.sampler import draw  # noqa: E402
+from photon_backend.engine.runner import relay_in_torch  # noqa: E402
 from photon_backend.kernels.attention import DecodeAttention  # noqa: E402
 from photon_backend.kernels.linear import linear, linear_reference, linear_split  # noqa: E402
 from photon_backend.kernels.norm import add_norm, add_norm_reference  # noqa: E402
-from photon_backend.kernels.sample import draw as kernel_draw  # noqa: E402
+from photon_backend.kernels.relay import relay  # noqa: E402
 from photon_backend.model.config import TextConfig  # noqa: E402
 from photon_backend.model.text import rope_tables, rotate  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter has no bfloat16 of numpy
+INTERPRETED = DEVICE == "cpu"
+# the widths of Moondream 2's layers and odd ones; slow where kernels are interpreted
+LINEARS = [(256, 448, 192), (320, 200, None), (128, 64, 0)]
+ATTENTIONS = [(1, 4, 4, 64), (3, 4, 2, 32)]
+if not INTERPRETED:
+    LINEARS += [(2048, 14336, 6144), (2048, 51_200, None)]
+    ATTENTIONS += [(40, 2, 2, 32), (40, 2, 2, 64), (1, 32, 32, 64), (64, 32, 32, 64)]
 
 
 def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -28,8 +35,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 64])
-@pytest.mark.parametrize(("width", "outputs", "gelu_from"), [(256, 448, 192), (320, 200, None), (128, 64, 0)])
+@pytest.mark.parametrize("rows", [1, 3, 16, 64, 70])
+@pytest.mark.parametrize(("width", "outputs", "gelu_from"), LINEARS)
 def test_linear(rows, width, outputs, gelu_from):
     x, weight, bias = normal(rows, width), normal(outputs, width, seed=1, scale=width**-0.5), normal(outputs, seed=2)
     out = torch.full((rows, outputs), float("nan"), dtype=DTYPE, device=DEVICE)
@@ -59,8 +66,7 @@ def test_add_norm(splits, width):
     assert distance(x, expected_x) < 1e-3 and distance(normed, expected) < 5e-3
 
 
-@pytest.mark.parametrize(("batch", "heads", "kv_heads"), [(1, 4, 4), (3, 4, 2), (40, 2, 2)])
-@pytest.mark.parametrize("head_dim", [32, 64])
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "head_dim"), ATTENTIONS)
 def test_decode_attention(batch, heads, kv_heads, head_dim):
     """Rows of all lengths, shuffled pages, rows not in batch order; what is written to the pages counts as well."""
     config = TextConfig(dim=heads * head_dim, n_heads=heads, n_kv_heads=kv_heads, n_layers=1, max_context=512)
@@ -86,22 +92,26 @@ def test_decode_attention(batch, heads, kv_heads, head_dim):
     cos, sin = rope_tables(torch.arange(config.max_context, device=DEVICE), config)
     keys, values = cache.flat(0)
     launch = DecodeAttention(batch, heads, kv_heads, head_dim, size, torch.device(DEVICE))
-    launch(qkv, keys, values, rows, positions, table, (cos[:, 0].contiguous(), sin[:, 0].contiguous()), out)
+    launch(qkv, keys, values, positions[rows], table[rows], (cos[:, 0].contiguous(), sin[:, 0].contiguous()), out)
     assert distance(out, expected) < 5e-3
     assert distance(cache.k, expected_cache.k) < 1e-3 and torch.equal(cache.v, expected_cache.v)
 
 
-@pytest.mark.parametrize("vocabulary", [300, 9000])
-def test_draw_equals_the_sampler(vocabulary):
-    """Every mix of options; a third of the ids is illegal, as under a grammar."""
-    rows = 24
-    generator = torch.Generator().manual_seed(vocabulary)
-    logits = torch.randn(rows, vocabulary, generator=generator) * 3
-    logits[:, torch.rand(vocabulary, generator=generator) < 0.3] = float("-inf")
-    options = [(t, p, k) for t in (0.0, 0.5, 1.3) for p in (0.3, 0.9, 0.999, 1.0) for k in (0, 5)]
-    temperature, top_p, top_k = (torch.tensor(column).to(DEVICE) for column in zip(*options, strict=True))
-    seed = torch.arange(rows).to(DEVICE) * 2**33 + 5
-    position = torch.arange(rows).to(DEVICE) + 731
-    for step in range(4):
-        arguments = (logits.to(DEVICE), temperature, top_p, top_k, seed, position + step)
-        assert kernel_draw(*arguments).tolist() == draw(*arguments).tolist()
+@pytest.mark.parametrize(("batch", "width", "pages"), [(1, 2048, 128), (64, 2048, 128), (9, 192, 5)])
+def test_relay(batch, width, pages):
+    """A third of the batch is the scratch row, as in a graph that is filled up."""
+    scratch = batch + 1
+    generator = torch.Generator().manual_seed(batch)
+    rows = torch.randperm(batch + 1, generator=generator)[:batch]
+    rows[batch - batch // 3 :] = scratch
+    token = torch.randint(0, 300, (batch + 2,), generator=generator)
+    position = torch.randint(0, 2000, (batch + 2,), generator=generator)
+    position[scratch] = 0
+    table = torch.randint(0, 2**40, (batch + 2, pages), generator=generator)
+    embeddings, told = normal(300, width), []
+    for run in (relay, relay_in_torch):
+        moved, x = position.clone().to(DEVICE), torch.full((batch, width), float("nan"), dtype=DTYPE, device=DEVICE)
+        positions, lines = run(rows.to(DEVICE), token.to(DEVICE), moved, table.to(DEVICE), embeddings, scratch, x)
+        told.append([t.tolist() for t in (x, moved, positions, lines)])
+    assert told[0] == told[1]
+    assert told[0][1][scratch] == 0

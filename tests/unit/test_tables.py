@@ -33,7 +33,7 @@ def make_tables() -> AutomatonTables:
 
 
 def write(tables: AutomatonTables, block) -> None:
-    tables.write(block.base, tables.host_words(block))
+    tables.write(block.base, tables.host_words(block.automaton))
 
 
 def test_one_grammar_has_one_block() -> None:
@@ -117,3 +117,14 @@ def test_a_row_that_starts_anew_forgets_its_automaton() -> None:
     assert (rows.masks(row, bound, VOCABULARY) == ALL_LEGAL).all()
     rows.advance(row, bound, torch.tensor([VOCABULARY - 1]))
     assert (rows.masks(row, bound, VOCABULARY) == ALL_LEGAL).all()
+
+
+def test_words_are_the_tables_in_their_order() -> None:
+    tables, a = make_tables(), automaton(10)
+    assert not tables.holds(a)
+    block, _ = tables.place(a)
+    assert tables.holds(a) and not tables.holds(automaton(10))
+    words = tables.host_words(a).numpy()
+    assert (words[:VOCABULARY] == a.classes).all()
+    assert (words[VOCABULARY : block.next_base - block.base] == a.masks.ravel()).all()
+    assert (words[block.next_base - block.base :] == a.next_state.ravel()).all()
