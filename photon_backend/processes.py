@@ -1,13 +1,18 @@
-"""Processes that end with their parent, whatever ends it."""
+"""Processes that end with their parent, whatever ends it; and the stacks of tritonserver's threads."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+# Triton 2.51 takes twice the size of a body from the stack of an HTTP thread when the client calls it a form, as
+# `curl -d` does: 3 MB of picture ended the server with the usual 8 MiB. So does JSON nested 100,000 levels deep. Costs
+# address space only, until somebody sends such a thing.
+STACK_BYTES = 256 << 20
 
 
 def end_with_parent(signal_number: int, parent: int) -> None:
@@ -23,13 +28,21 @@ def end_with_parent(signal_number: int, parent: int) -> None:
         sys.exit(f"the parent process {parent} is gone")
 
 
+def enlarge_stacks() -> None:
+    """Threads of what this process executes have stacks of STACK_BYTES, or of the hard limit when that is less."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    size = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_STACK, (size, hard))
+
+
 def main() -> None:
     """`python -m photon_backend.processes PARENT COMMAND ...`: becomes COMMAND, which gets SIGTERM when PARENT dies.
 
-    The setting survives exec, so a program that knows nothing of it, like tritonserver, can be tied to its launcher.
+    The settings survive exec, so a program that knows nothing of them, like tritonserver, can be tied to its launcher.
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     end_with_parent(signal.SIGTERM, parent)
+    enlarge_stacks()
     os.execv(command[0], command)
 
 
