@@ -10,6 +10,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -39,6 +40,55 @@ DEPLOYMENT, SERVICE = documents("kubernetes.yaml")
 POD = DEPLOYMENT["spec"]["template"]["spec"]
 CONTAINER = POD["containers"][0]
 POD_VARIABLES = {entry["name"]: entry["value"] for entry in CONTAINER["env"]}
+
+
+SCHEMAS = ROOT / "tests" / "conformance" / "deployment"
+API = json.loads((SCHEMAS / "kubernetes-1.33.json").read_text())
+KINDS = {"Deployment": "io.k8s.api.apps.v1.Deployment", "Service": "io.k8s.api.core.v1.Service"}
+
+
+def wrong(document: Any, schema: dict[str, Any]) -> list[str]:
+    """Where a document breaks its schema."""
+    return [error.json_path for error in jsonschema.Draft202012Validator(schema).iter_errors(document)]
+
+
+def test_compose_file_follows_its_specification() -> None:
+    schema = json.loads((SCHEMAS / "compose-spec.json").read_text())
+    assert wrong(COMPOSE, schema) == []
+    photon = COMPOSE["services"]["photon"]
+    misspelled = {"services": {"photon": {**photon, "stop_grace": "60s"}}}
+    assert wrong(misspelled, schema) == ["$.services.photon"]
+    assert wrong({"services": {"photon": {**photon, "ports": "8000"}}}, schema) == ["$.services.photon.ports"]
+
+
+@pytest.mark.parametrize("document", documents("kubernetes.yaml"), ids=lambda document: document["kind"])
+def test_manifest_follows_the_api(document: dict[str, Any]) -> None:
+    schema = {"$ref": f"#/$defs/{KINDS[document['kind']]}", **API}
+    assert wrong(document, schema) == []
+    assert wrong({**document, "spec": {**document["spec"], "misspelled": 1}}, schema) == ["$.spec"]
+
+
+def test_a_misspelled_probe_would_be_seen() -> None:
+    schema = {"$ref": f"#/$defs/{KINDS['Deployment']}", **API}
+    text = json.dumps(DEPLOYMENT)
+    for right, false in (("httpGet", "httpget"), ("failureThreshold", "failures"), ("claimName", "claim")):
+        assert wrong(json.loads(text.replace(right, false)), schema) != [], right
+
+
+def test_dockerfile_names_the_same_python_throughout() -> None:
+    """The engine's and the stubs' environment are of the Python that the image's stub was built for."""
+    (python,) = re.findall(r"^ARG PYTHON=(\S+)", DOCKERFILE, re.MULTILINE)
+    assert python == "3.12" and "libpython${PYTHON}.so" in DOCKERFILE
+    assert DOCKERFILE.count("python${PYTHON} -m venv") == 2
+
+
+def test_flags_and_modules_of_the_commands_exist() -> None:
+    entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", DOCKERFILE, re.MULTILINE)[1])  # type: ignore[index]
+    assert entry[1] == "-m" and (ROOT / (entry[2].replace(".", "/") + ".py")).exists()
+    flags = [word for word in entry if word.startswith("--")] + CONTAINER.get("args", []) + CONTAINER.get("command", [])
+    known = {f"--{name.replace('_', '-')}" for name in vars(serve.parse_arguments([]))}
+    assert set(flags) <= known
+    assert "command" not in COMPOSE["services"]["photon"], "its flags would have to be checked here"
 
 
 def image_environment() -> dict[str, str]:
