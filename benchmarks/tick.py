@@ -1,9 +1,13 @@
 """Host work of a tick, without a device: what the engine thread does while a step runs.
 
-    python -m benchmarks.tick [--rows 1,16,64,256] [--tokens N]
+    python -m benchmarks.tick [--rows 1,16,64,256] [--tokens N] [--gc frozen|thawed|off]
 
 The streams do nothing and are always done, so what remains is the tick itself: intake, plan, launch, commit, emit.
+Times are those of the processor for this thread: it never waits, and what else the machine does is left out.
 Every row is a free-text query in its steady state. Prints the target first; the last line is JSON.
+
+`--gc`: of the garbage collector, frozen after the start as in an engine process, thawed as Python has it, or off. `gc`
+is what it took of all ticks, and of the tick in which it took longest.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
+from photon_backend.engine.server import freeze_garbage
 from photon_backend.protocol import FromEngine, Sampling, Submit
 
 
@@ -46,7 +51,25 @@ class NoStream:
         pass
 
 
-def measure(rows: int, tokens: int) -> dict[str, float]:
+class Collections:
+    """What the garbage collector did: microseconds of each collection."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._begun = 0.0
+        gc.callbacks.append(self)
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._begun = time.thread_time()
+        else:
+            self.times.append(1e6 * (time.thread_time() - self._begun))
+
+    def close(self) -> None:
+        gc.callbacks.remove(self)
+
+
+def measure(rows: int, tokens: int, mode: str) -> dict[str, float]:
     """Microseconds per tick, median and 99th percentile, with `rows` rows decoding."""
     emitted = 0
 
@@ -63,18 +86,31 @@ def measure(rows: int, tokens: int) -> dict[str, float]:
         engine.post(b"tick", Submit(f"r{i}", "query", [40] * 8, sampling=Sampling(max_tokens=tokens, seed=i)))
     times = []
     gc.collect()
-    gc.freeze()
+    thresholds = gc.get_threshold()
+    if mode == "frozen":
+        freeze_garbage()
+    elif mode == "off":
+        gc.disable()
+    collections = Collections()
     with torch.inference_mode():
         busy = True
         while busy:
-            begun = time.perf_counter()
+            begun = time.thread_time()
             busy = engine.tick()
-            times.append(time.perf_counter() - begun)
+            times.append(time.thread_time() - begun)
+    collections.close()
+    gc.enable()
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
     steady = sorted(times[tokens // 4 : -tokens // 4])
     return {
         "rows": rows,
         "median_us": 1e6 * steady[len(steady) // 2],
         "p99_us": 1e6 * steady[len(steady) * 99 // 100],
+        "max_us": 1e6 * steady[-1],
+        "collections": len(collections.times),
+        "gc_us_per_tick": sum(collections.times) / len(times),
+        "gc_max_us": max(collections.times, default=0.0),
         "target_us": 100 + 2 * rows,
     }
 
@@ -83,17 +119,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,64,256")
     parser.add_argument("--tokens", type=int, default=400)
+    parser.add_argument("--gc", choices=("frozen", "thawed", "off"), default="frozen")
     options = parser.parse_args()
     results = []
     for rows in map(int, options.rows.split(",")):
-        result = measure(rows, options.tokens)
+        result = measure(rows, options.tokens, options.gc)
         results.append(result)
         print(
             f"rows {rows:>4}  target {result['target_us']:>5.0f} us  "
-            f"median {result['median_us']:>7.1f} us  p99 {result['p99_us']:>7.1f} us",
+            f"median {result['median_us']:>7.1f} us  p99 {result['p99_us']:>7.1f} us  max {result['max_us']:>7.1f} us  "
+            f"gc {result['collections']:>3} times, {result['gc_us_per_tick']:>5.1f} us a tick, "
+            f"{result['gc_max_us']:>7.1f} us at most",
             flush=True,
         )
-    print(json.dumps({"benchmark": "tick", "results": results}))
+    print(json.dumps({"benchmark": "tick", "gc": options.gc, "results": results}))
 
 
 if __name__ == "__main__":

@@ -137,6 +137,7 @@ class Engine:
     @torch.inference_mode()
     def _run(self) -> None:
         try:
+            self.stepper.compute.adopt()
             while not self._stopping:
                 self._at_work = True
                 if not self.tick():

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from harness import Bench, request
+
+from photon_backend.engine.streams import make_streams
+from photon_backend.protocol import Done, Failed
 
 NUMBER = 24
 CYCLES = 3_000_000  # about 1.5 ms
@@ -49,6 +53,57 @@ def test_a_late_stream_changes_nothing(checkpoint, on_cpu, lag, overlap):
             torch.cuda._sleep(CYCLES)
 
     assert told_by(checkpoint, "cuda", overlap=overlap, debug=False, delay=delay) == on_cpu
+
+
+@pytest.mark.parametrize("lag", ["compute", "copy", "neither"])
+def test_the_engine_s_own_thread_changes_nothing(checkpoint, on_cpu, lag):
+    """There the compute stream is the thread's own and is not entered for each piece of work."""
+    ended = threading.Semaphore(0)
+
+    def delay(stream: str) -> None:
+        assert torch.cuda.current_stream() != torch.cuda.default_stream()
+        if stream == lag:
+            torch.cuda._sleep(CYCLES)
+
+    bench = Bench(checkpoint, device="cuda", debug=False, delay=delay)
+    inner = bench.engine._emit
+
+    def emit(client: bytes, messages: list) -> None:
+        inner(client, messages)
+        for message in messages:
+            if isinstance(message, Done | Failed):
+                ended.release()
+
+    bench.engine._emit = emit
+    bench.engine.start()
+    for i in range(NUMBER):
+        bench.submit(*request(f"r{i}", checkpoint, i))
+    for _ in range(NUMBER):
+        assert ended.acquire(timeout=60)
+    bench.engine.stop()
+    assert bench.engine.failure is None
+    assert {key: answer.told for key, answer in bench.answers.items()} == on_cpu
+
+
+def test_work_runs_on_its_stream_adopted_or_not():
+    """And leaves the thread's stream as it was."""
+    device = torch.device("cuda")
+    compute, copy = make_streams(device)
+    seen: list[torch.cuda.Stream] = []
+
+    def look() -> None:
+        seen.append(torch.cuda.current_stream())
+
+    for adopted in (False, True):
+        if adopted:
+            compute.adopt()
+        before = torch.cuda.current_stream()
+        for stream in (compute, copy, compute):
+            stream.run(look)
+            assert torch.cuda.current_stream() == before
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    assert seen[0] == seen[2] == seen[3] == seen[5] == before
+    assert seen[1] == seen[4] != seen[0]
 
 
 @pytest.mark.parametrize("pages", [9, 16])
