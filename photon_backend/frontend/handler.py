@@ -48,7 +48,7 @@ from photon_backend.protocol import (
 
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 CANCEL_POLL_MS = 50  # how often open requests are asked whether their client has left
-CANCEL_POLL_MAX = 64  # of them at a time: one question costs 15 to 45 us
+CANCEL_POLL_MAX = 128  # of them at a time: one question costs 15 to 45 us
 REPORT_S = 0.5  # how often the numbers of this front end are sent to the publisher
 IDLE_MS = 500  # the longest sleep of the owner
 STOPPING = "the server is stopping"
