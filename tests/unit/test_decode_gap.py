@@ -19,6 +19,7 @@ from photon_backend.engine.scheduler import Plan, Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.model.config import ModelConfig, TextConfig, VisionConfig
 from photon_backend.protocol import Sampling, Submit
+from tests.unit.front_end_parts import fuzz
 
 CONFIG = ModelConfig(
     text=TextConfig(vocab_size=64, max_context=256),
@@ -123,7 +124,7 @@ def test_a_slow_first_step_is_forgotten() -> None:
     ),
     rows=st.integers(1, 12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(fuzz, max_examples=200)
 def test_the_bound_holds_and_nobody_starves(limit, true, arrivals, rows) -> None:
     """Whenever rows wait for a prefill of more than one sequence, it was predicted to fit; and all are admitted, in the
     order in which they came."""

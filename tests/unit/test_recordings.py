@@ -44,7 +44,7 @@ def up(stage: Stage, script: str = RECORDER, **kinds: int) -> Supervisor:  # noq
 
 
 def only(answers: Answers) -> Any:
-    answer = answers.get(timeout=20)
+    answer = answers.get(timeout=60)
     assert answers.empty()
     return answer
 

@@ -131,6 +131,25 @@ def test_a_stop_string_ends_the_tokens_too(
     assert cut["usage"]["output_tokens"] == len(cut["token_ids"])
 
 
+@pytest.mark.parametrize("task", ["caption", "query"])
+def test_a_stop_string_gives_the_same_blocking_and_overlapped(checkpoint: Path, task: str) -> None:
+    """The engine is a token or two further when the front end sees it; nothing of that is told."""
+    options: dict[str, Any] = {"temperature": 1.2, "seed": 5, "max_tokens": 16}
+
+    def ask(overlap: bool, **more: Any) -> dict[str, Any]:
+        text = "what colour?" if task == "query" else None
+        raw = RawRequest(task, text, png("tiny"), sampling_parameters=json.dumps(options | more))
+        document = run.answer(Settings(checkpoint=str(checkpoint), threads=1, overlap=overlap), raw)
+        return {key: document[key] for key in ("text", "token_ids", "finish_reason")}
+
+    whole = ask(True)
+    stop = whole["text"][1:3]
+    cut = ask(True, stop=stop)
+    assert cut == ask(False, stop=stop) and whole == ask(False)
+    assert cut["text"] == whole["text"].split(stop)[0] and cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])] != whole["token_ids"]
+
+
 def test_without_json_the_answer_alone_is_printed(
     checkpoint: Path, image_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
