@@ -59,6 +59,7 @@ class Load:
     @torch.inference_mode()
     def measure(self, batch: int, tokens: int) -> dict[str, float]:
         """One run of `batch` rows for `tokens` tokens each; times in milliseconds per decode step."""
+        self.engine.stepper.compute.adopt()  # as the engine's own thread does
         self.started.clear()
         self.submit(batch, tokens)
         while len(self.started) < batch:

@@ -55,6 +55,7 @@ def trace_modes(options: argparse.Namespace, model: Moondream, batch: int, out: 
 @torch.inference_mode()
 def record(load: Load, batch: int) -> list[Span]:
     """The spans of decode steps in the steady state."""
+    load.engine.stepper.compute.adopt()  # as the engine's own thread does
     load.submit(batch, TICKS + 20)
     for _ in range(10):
         load.engine.tick()
