@@ -10,6 +10,9 @@ import pytest
 from harness import CLIENT, Answer, Bench, request
 from msgspec.structs import replace
 
+from photon_backend.engine.slots import DecodeSlot
+from photon_backend.engine.stepper import Stepper
+from photon_backend.model.config import load_config
 from photon_backend.protocol import Done, Failed, NeedPicture
 
 
@@ -261,6 +264,58 @@ def test_host_grammars_are_masked_by_their_own_state(make_bench, checkpoint, ove
         assert grammar.asked <= len(answers[key].ids) + 1
     assert sum(len(answers[key].ids) for key in grammars) > 15
     bench.assert_baseline()
+
+
+class Sentinel:
+    """A host grammar that forbids eos and marks each mask that it writes."""
+
+    failure = ""
+    failure_code = "INTERNAL"
+
+    def __init__(self, eos_id: int) -> None:
+        self.eos_id = eos_id
+        self.asked = 0
+
+    def fill(self, line: np.ndarray) -> None:
+        self.asked += 1
+        line[:] = -1
+        line[self.eos_id // 32] &= ~(1 << self.eos_id % 32)
+        line[-1] = self.asked
+
+    def advance(self, token: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_mask_is_not_written_over_before_it_has_gone_up(make_bench, checkpoint, monkeypatch, waits):
+    """P3, for a buffer that the host writes: with late copies, what each upload finds in its slot is what was written
+    for its step. Without the commit's wait, the proof that this can fail, it finds the mask of a later one."""
+    written, found = [], []
+    sample_masked, upload_mask = Stepper.sample_masked, DecodeSlot.upload_mask
+
+    def noting(stepper, step):
+        written.append(int(stepper.slots[step.slot].host_mask[0, -1]))
+        sample_masked(stepper, step)
+
+    def seeing(slot, number):
+        found.append(int(slot.host_mask[0, -1]))
+        upload_mask(slot, number)
+
+    monkeypatch.setattr(Stepper, "sample_masked", noting)
+    monkeypatch.setattr(DecodeSlot, "upload_mask", seeing)
+    if not waits:
+        monkeypatch.setattr("photon_backend.engine.streams.HostEvent.wait", lambda event: None)
+    eos_id = load_config(checkpoint).tokenizer.eos_id
+    bench = make_bench(
+        debug=False,
+        matcher_for=lambda submit: Sentinel(eos_id),
+        delay=lambda stream: time.sleep(0.01 * (stream == "copy")),
+    )
+    bench.submit(*request("r", checkpoint, 1, task="query", picture="none", reasoning=False, max_tokens=20))
+    bench.drain()
+    bench.engine.stepper.copy.close()
+    assert written == list(range(1, 21))
+    assert (found == written) == waits
 
 
 def test_a_grammar_without_a_legal_token_fails_its_request_only(make_bench, checkpoint):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import doors
 import numpy as np
 import pytest
-from doors import idle, wait_until
+from doors import idle, settled, wait_until
 from photon_client import AsyncClient, Client, InvalidArgument, PhotonTimeout, Stream
 from PIL import Image
 
@@ -24,7 +25,7 @@ from photon_backend.serve import Server
 
 GREEDY = {"temperature": 0, "max_tokens": 12}
 ENDLESS = {"temperature": 0, "max_tokens": 700}
-SOON = 10  # seconds; the promise of one second has its own tests, this bound is for a busy machine
+SOON = 60  # seconds; the promise of one second has its own tests, this bound is for a busy machine
 PHOTON = str(Path(sys.executable).parent / "photon")
 
 
@@ -141,7 +142,7 @@ def leave_from_another_thread(stream: Stream) -> None:
     with ThreadPoolExecutor(1) as threads:
         rest = threads.submit(list, stream)
         stream.close()
-        rest.result(timeout=10)
+        rest.result(timeout=SOON)
 
 
 LEAVES = [
@@ -158,24 +159,26 @@ LEAVES = [
 def test_leaving_frees_the_row(
     server: Server, client: Client, pictures: list[bytes], leave: Callable[[Stream], None]
 ) -> None:
+    cancelled = settled(server)["cancelled"]
     other = client.caption(pictures[8], stream=True, **ENDLESS)["caption"]
     streamed = client.caption(pictures[7], stream=True, **ENDLESS)
-    wait_until(lambda: client.status()["running"] == 2, 10, "both running")
-    cancelled = client.status()["cancelled"]
+    wait_until(lambda: client.status()["running"] == 2, SOON, "both running")
     leave(streamed.pop("caption"))
     wait_until(lambda: client.status()["cancelled"] == cancelled + 1, SOON, "one cancelled after it was left")
     assert next(other), "a request beside it goes on"
     other.close()
-    wait_until(lambda: idle(server) and client.status()["cancelled"] == cancelled + 2, SOON, "rows free")
+    wait_until(lambda: idle(server), SOON, "rows free")
 
 
-def test_timeout_cancels(server: Server, client: Client, pictures: list[bytes]) -> None:
-    cancelled = client.status()["cancelled"]
-    with pytest.raises(PhotonTimeout, match=r"within 0\.5 s"):
-        client.caption(pictures[8], timeout=0.5, **ENDLESS)
-    with pytest.raises(PhotonTimeout):
-        list(client.caption(pictures[8], stream=True, timeout=0.5, **ENDLESS)["caption"])
-    wait_until(lambda: idle(server) and client.status()["cancelled"] == cancelled + 2, SOON, "rows free")
+@pytest.mark.parametrize("stream", [True, False])
+def test_timeout_cancels(server: Server, client: Client, pictures: list[bytes], stream: bool) -> None:
+    """On a busy machine a short time is over before the server has begun; then another try is more patient."""
+    timeout, cancelled = 0.25, settled(server)["cancelled"]
+    while settled(server)["cancelled"] == cancelled:
+        timeout *= 2
+        with pytest.raises(PhotonTimeout, match=re.escape(f"within {timeout} s")):
+            answer = client.caption(pictures[8], stream=stream, timeout=timeout, **ENDLESS)
+            list(answer["caption"])
     client.caption(pictures[8], **GREEDY)
 
 
@@ -255,30 +258,45 @@ def test_async_leaving_frees_the_rows(server: Server, client: Client, pictures: 
             stream = (await twin.caption(pictures[2], stream=True, **ENDLESS))["caption"]
             await anext(stream)
             stream.close()
-        elif number == 3:
-            await anext((await twin.caption(pictures[3], stream=True, **ENDLESS))["caption"])
-        elif number == 4:
-            with pytest.raises(PhotonTimeout):
-                await twin.caption(pictures[4], timeout=0.5, **ENDLESS)
         else:
-            with pytest.raises(asyncio.TimeoutError):  # wait_for cancels the task
-                await asyncio.wait_for(twin.caption(pictures[5], **ENDLESS), 0.5)
+            await anext((await twin.caption(pictures[3], stream=True, **ENDLESS))["caption"])
 
-    async def leave_all() -> None:
+    async def leave_all(cancelled: int) -> None:
         async with AsyncClient(server.grpc_url) as twin:
-            cancelled = (await twin.status())["cancelled"]
-            await asyncio.gather(*(leave(twin, number) for number in range(6)))
+            await asyncio.gather(*(leave(twin, number) for number in range(4)))
             # In a thread: the loop has to run for the cancelling to happen.
-            done = lambda: idle(server) and client.status()["cancelled"] == cancelled + 6  # noqa: E731
+            done = lambda: idle(server) and client.status()["cancelled"] == cancelled + 4  # noqa: E731
             await asyncio.to_thread(wait_until, done, SOON, "rows free")
             assert (await twin.query(None, "And now?", **GREEDY))["answer"]
 
-    asyncio.run(leave_all())
+    asyncio.run(leave_all(settled(server)["cancelled"]))
+
+
+def test_async_waiting_that_ends_frees_the_row(server: Server, client: Client, pictures: list[bytes]) -> None:
+    """By a time-out, as in the threaded client above, and by the end of the task that waits."""
+
+    async def give_up(cancelled: int) -> None:
+        async with AsyncClient(server.grpc_url) as twin:
+            timeout = 0.25
+            while (await asyncio.to_thread(settled, server))["cancelled"] == cancelled:
+                timeout *= 2
+                with pytest.raises(PhotonTimeout):
+                    await twin.caption(pictures[4], timeout=timeout, **ENDLESS)
+            task = asyncio.create_task(twin.caption(pictures[5], **ENDLESS))
+            running = lambda: client.status()["running"] == 1  # noqa: E731
+            await asyncio.to_thread(wait_until, running, SOON, "running")
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            done = lambda: client.status()["cancelled"] == cancelled + 2  # noqa: E731
+            await asyncio.to_thread(wait_until, done, SOON, "row free")
+
+    asyncio.run(give_up(settled(server)["cancelled"]))
 
 
 def photon(server: Server, *words: str, **kwargs: Any) -> subprocess.CompletedProcess[bytes]:
     command = [PHOTON, *words, "--url", server.grpc_url]
-    return subprocess.run(command, capture_output=True, timeout=60, **kwargs)
+    return subprocess.run(command, capture_output=True, timeout=120, **kwargs)
 
 
 def test_cli_prints_one_json_document(server: Server, client: Client, pictures: list[bytes], tmp_path: Path) -> None:
@@ -349,10 +367,11 @@ def test_ctrl_c_cancels_on_the_server(server: Server, pictures: list[bytes], tmp
         """Tests that run in the background of a script inherit a SIGINT that is ignored."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
+    settled(server)  # so that what runs is ours
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=hear_ctrl_c) as process:
-        wait_until(lambda: doors.status(server)["running"] == 1, 20, "running")
+        wait_until(lambda: doors.status(server)["running"] == 1, SOON, "running")
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=10)
+        _, errors = process.communicate(timeout=SOON)
     assert process.returncode == 130
     assert errors.decode() == "photon: interrupted; the request is cancelled\n"
     wait_until(lambda: idle(server), SOON, "row free after Ctrl-C")
@@ -368,6 +387,6 @@ def test_a_closed_pipe_cancels_on_the_server(server: Server, pictures: list[byte
         assert process.stdout and process.stderr
         process.stdout.read(1)
         process.stdout.close()
-        assert process.wait(timeout=10) == 1
+        assert process.wait(timeout=SOON) == 1
         assert process.stderr.read() == b""
     wait_until(lambda: idle(server), SOON, "row free after the pipe closed")

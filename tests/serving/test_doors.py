@@ -119,8 +119,12 @@ def test_second_request_finds_the_picture_cached(server: Server, pictures: list[
 def test_status_and_metrics(server: Server) -> None:
     status = doors.status(server)
     assert status["up"] and status["problem"] is None and status["rows"] > 0
-    with doors.OPENER.open(server.metrics_url) as reply:
-        metrics = reply.read().decode()
-    assert 'photon_up{engine="0"} 1' in metrics
+
+    def metrics() -> str:
+        with doors.OPENER.open(server.metrics_url, timeout=60) as reply:
+            return str(reply.read().decode())
+
+    doors.wait_until(lambda: 'photon_up{engine="0"} 1' in metrics(), 30, "a server that is up says so in its metrics")
+    text = metrics()
     for name in ("photon_tokens_total", "photon_running", "photon_pages_in_use", "photon_steps_overlapped_total"):
-        assert f'{name}{{engine="0"}}' in metrics
+        assert f'{name}{{engine="0"}}' in text

@@ -85,7 +85,7 @@ def test_command_line_reports_in_one_sentence(tmp_path: Path) -> None:
         env={**os.environ, "CHECKPOINT": str(tmp_path / "nowhere"), "HTTP_PORT": "0"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     assert done.returncode == 1
     assert done.stderr == f"photon: The checkpoint {tmp_path / 'nowhere'} has no config.json.\n"
