@@ -20,6 +20,7 @@ DOORS = {
     "gRPC unary": ("photon_unary", "grpc"),
 }
 TIMEOUT_S = 300
+ATTEMPTS = 3  # seen once on a machine with far more to do than cores: status 0 and an empty report
 
 
 def perf_analyzer(
@@ -27,7 +28,7 @@ def perf_analyzer(
 ) -> dict[str, Any]:
     """One row: `requests` of them, `concurrency` at a time. It counts whole answers and looks into none of them.
 
-    Raises RuntimeError with what it printed.
+    Raises RuntimeError with what it printed when it fails, or reports nothing several times.
     """
     model, protocol = DOORS[door]
     data, export = directory / "data.json", directory / "export.json"
@@ -38,8 +39,11 @@ def perf_analyzer(
     command += ["--input-data", str(data), "--profile-export-file", str(export)]
     command += ["--concurrency-range", str(concurrency), "--request-count", str(max(requests, concurrency))]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(_libraries(directory))}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode or not export.exists():
+    for _ in range(ATTEMPTS):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+        if done.returncode == 0 and export.exists() and export.stat().st_size:
+            break
+    else:
         raise RuntimeError(f"perf_analyzer failed: {(done.stderr or done.stdout).strip()[-800:]}")
     (experiment,) = json.loads(export.read_text())["experiments"]
     return {"generator": "perf_analyzer", "door": door, "loop": "closed", "load": concurrency} | _measure(
