@@ -61,7 +61,7 @@ def address(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     drain = subprocess.Popen(["cat"], stdin=process.stderr)  # into the test's output
     wait_until(
         lambda: (run_dir / "engine-0.sock").exists() or process.poll() is not None,
-        2 * parts.PATIENCE,
+        parts.START_S,
         "the engine listens",
     )
     yield f"ipc://{run_dir}/engine-0.sock"

@@ -92,7 +92,7 @@ def test_who_leaves_before_the_first_byte_is_bounded_by_the_deadline(server: Ser
     wait_until(lambda: doors.status(server)["submitted"] > before["submitted"], 60, "submitted")
     after = doors.settled(server)
     assert (after["done"], after["cancelled"]) == (before["done"] + 1, before["cancelled"])
-    assert 0 < after["tokens"] - before["tokens"] < ENDLESS["max_tokens"]
+    assert after["tokens"] - before["tokens"] < ENDLESS["max_tokens"]
     assert_whole(server, pictures[0])
 
 
@@ -197,4 +197,4 @@ def test_an_idle_connection_at_the_end(checkpoint: Path, pictures: list[bytes], 
         assert len(processes) == 5 and list(layout.SHM.glob(f"{directory.name}*"))
     idle.close()
     assert not directory.exists() and not list(layout.SHM.glob(f"{directory.name}*"))
-    assert [pid for pid in processes if alive(pid)] == []
+    wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
