@@ -52,6 +52,7 @@ CANCEL_POLL_MAX = 128  # of them at a time: one question costs 15 to 45 us
 REPORT_S = 0.5  # how often the numbers of this front end are sent to the publisher
 IDLE_MS = 500  # the longest sleep of the owner
 STOPPING = "the server is stopping"
+CLOSE_S = 5.0  # for the owner to end, unless it waits in a send that Triton will never take
 FIRST_BEAT_S = 5.0  # how long loading waits for an engine, so that a loaded model answers
 
 log = logging.getLogger("photon.frontend")
@@ -107,10 +108,16 @@ class Handler:
         os.eventfd_write(self._wake_fd, 1)
 
     def close(self) -> None:
-        """Answers what is still open with UNAVAILABLE and ends the owner thread."""
+        """Ends the owner thread. Triton unloads a model when all its requests are answered, so nothing is open, except
+        when a reload takes away an instance: then Triton has stopped taking responses, a send waits for ever, and so
+        would the clients. This process ends without withdrawing its sign, and with it the launcher ends the server.
+        """
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
-        self._owner.join()
+        self._owner.join(CLOSE_S)
+        if self._owner.is_alive() or self._open or self._inbox:
+            log.error("Triton removed this instance with %d open requests, which cannot be answered", len(self._open))
+            os._exit(1)
         self._sign.withdraw()
         self._decoders.shutdown(wait=False, cancel_futures=True)
 
@@ -122,8 +129,6 @@ class Handler:
                 log.exception("a turn of the owner thread failed")
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
                 time.sleep(CANCEL_POLL_MS / 1000)  # a fault that stays must not take a whole core
-        self._refuse_inbox()
-        self._fail_all(unavailable(STOPPING, 5))
         self._link.close()
         self._reports.send(self._tally, len(self._open))
         self._reports.close()
@@ -299,11 +304,6 @@ class Handler:
                         self._cancel(request_id, request)
                 except Exception:  # this one cannot be ended in order; the others must not pay for it
                     log.exception("request %s could not be ended", request_id)
-
-    def _refuse_inbox(self) -> None:
-        while self._inbox:
-            self._tally.start()
-            self._refuse(self._inbox.popleft()[1], unavailable(STOPPING, 5))
 
     def _poll_cancelled(self) -> None:
         """Asks some of the open requests, in turn, whether their client has left."""

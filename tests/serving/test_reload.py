@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from doors import ServerError, wait_until
 from photon_backend import alive
 from photon_backend.serve import Server, start_server
 
+ENDLESS: dict[str, Any] = {"task": "caption", "max_tokens": 700, "temperature": 0}
 SHORT: dict[str, Any] = {"task": "caption", "max_tokens": 40, "temperature": 0}
 
 
@@ -81,20 +84,45 @@ def test_unload_and_load_under_traffic(own: Server, pictures: list[bytes]) -> No
     assert own.problem() is None
 
 
-def test_reload_under_traffic(own: Server, pictures: list[bytes]) -> None:
-    """A changed configuration makes Triton start new stubs beside the old ones; every request is answered."""
-    config = (own.layout.models / "photon" / "config.pbtxt").read_text()
+def set_count(server: Server, count: int) -> None:
+    """Changes the number of photon's instances as Triton allows it while the model is loaded."""
+    file = server.layout.models / "photon" / "config.pbtxt"
+    file.write_text(re.sub(r"count: \d+", f"count: {count}", file.read_text()))
+    repository(server, "load")
+
+
+def test_more_instances_under_traffic(own: Server, pictures: list[bytes]) -> None:
+    """Triton starts new stubs beside the old ones; every request is answered."""
     with Traffic(own, pictures) as traffic:
-        for count in (1, 2):
-            (own.layout.models / "photon" / "config.pbtxt").write_text(config.replace("count: 2", f"count: {count}"))
-            repository(own, "load")
-            traffic.expect("length")
-            assert own.is_ready()
+        set_count(own, 3)
+        traffic.expect("length")
+        assert own.is_ready()
+    wait_until(lambda: doors.idle(own), 60, "nothing is left at the engine")
+    assert own.problem() is None
+
+
+def test_fewer_instances_at_rest(own: Server, pictures: list[bytes]) -> None:
+    set_count(own, 1)
 
     def signs() -> list[str]:
-        """Which of two equal instances Triton keeps, and so their numbers, is its own affair."""
+        """Which of several equal instances Triton keeps, and so their numbers, is its own affair."""
         return sorted(path.name.rsplit("_", 1)[0] for path in own.layout.run_dir.glob(f"*{alive.SUFFIX}"))
 
-    wait_until(lambda: signs() == ["photon_0", "photon_0", "photon_engine", "photon_unary_0"], 60, "old stubs are gone")
+    wait_until(lambda: signs() == ["photon_0", "photon_engine", "photon_unary_0"], 60, "old stubs are gone")
+    assert doors.grpc_stream(own, image=pictures[0], **SHORT).text
     assert own.problem() is None
-    wait_until(lambda: doors.idle(own), 60, "nothing is left at the engine")
+
+
+def test_fewer_instances_with_open_requests_end_the_server(own: Server, pictures: list[bytes]) -> None:
+    """Triton takes no response of an instance that it removes. Its clients would wait for ever; so the launcher, which
+    sees the problem, ends the server. Last in this file: the server is of no use after."""
+    set_count(own, 4)
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(doors.grpc_stream, own, image=pictures[i], **ENDLESS) for i in range(8)]
+        wait_until(lambda: doors.status(own)["running"] == 8, 60, "running")
+        set_count(own, 1)
+        wait_until(lambda: own.problem() is not None, 60, "a front end went with its requests")
+        assert "died" in str(own.problem())
+        own.stop()
+        ends = [future.exception() or future.result() for future in asked]
+    assert any("UNAVAILABLE" in repr(getattr(end, "code", "")) or "closed" in str(end).lower() for end in ends), ends
