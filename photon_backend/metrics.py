@@ -10,6 +10,7 @@ here goes on). Those of the requests come from the front ends (numbers.py) and a
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from photon_backend.numbers import ENDS, HISTOGRAMS, Receiver, Report
 from photon_backend.protocol import ALONE
 
 PERIOD_S = 1.0
+STUCK_S = 30.0  # publishing takes 10 to 50 ms
 
 # metric: field of `status`, factor, description
 COUNTERS = {
@@ -180,11 +182,15 @@ class Publisher:
         self._thread.join()
 
     def _run(self) -> None:
+        """Triton answers an update while the stub keeps the interpreter. When Triton dies meanwhile, no thread of ours
+        ever runs again, so the one that ends this process, and the engine with it, must need no interpreter."""
         while not self._end.wait(PERIOD_S):
+            faulthandler.dump_traceback_later(STUCK_S, exit=True)
             try:
                 self._publish()
             except Exception:
                 log.exception("metrics could not be published")
+            faulthandler.cancel_dump_traceback_later()
         if self._receiver is not None:
             self._receiver.close()
 

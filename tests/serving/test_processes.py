@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,8 +35,8 @@ def hurt(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         yield server
 
 
-@pytest.mark.parametrize("time", ["first", "second"])
-def test_killed_engine(hurt: Server, pictures: list[bytes], time: str) -> None:
+@pytest.mark.parametrize("turn", ["first", "second"])
+def test_killed_engine(hurt: Server, pictures: list[bytes], turn: str) -> None:
     """kill -9: open requests end at once, the engine comes back by itself, the next request is answered.
 
     The promise is 2 s; a machine that is busy may be slower, so the time is printed."""
@@ -143,6 +144,19 @@ def test_killed_tritonserver(launcher: subprocess.Popen[str]) -> None:
     assert "tritonserver ended" in launcher.stderr.read()  # type: ignore[union-attr]
     wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
     assert not directory.exists() and regions(directory) == []
+
+
+def test_tritonserver_that_dies_in_the_middle_of_an_update(launcher: subprocess.Popen[str]) -> None:
+    """Stopped, it answers no update of a metric, for which the supervisor's stub keeps its interpreter. So nothing in
+    there can notice that Triton is gone."""
+    directory, processes = belongings(launcher)
+    triton = children(launcher.pid)[0]
+    os.kill(triton, signal.SIGSTOP)
+    time.sleep(3)  # the publisher's turn comes every second
+    os.kill(triton, signal.SIGKILL)
+    assert launcher.wait(60) == 1
+    assert not directory.exists()
+    wait_until(lambda: not any(map(alive, processes)), 120, "all processes gone")
 
 
 @pytest.mark.parametrize("model", ["photon", "photon_engine"])
