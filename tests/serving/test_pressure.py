@@ -8,8 +8,6 @@ import os
 import queue
 import signal
 import socket
-import statistics
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +48,9 @@ class Asked:
         self.replies: queue.Queue[Any] = queue.Queue()
         self.client = triton.InferenceServerClient(server.grpc_url)
         self.client.start_stream(lambda result, error: self.replies.put(error or result))
+        self.send(requests)
+
+    def send(self, requests: list[dict[str, Any]]) -> None:
         for number, request in enumerate(requests):
             self.client.async_stream_infer("photon", doors.tensors(request), request_id=str(number))
 
@@ -62,39 +63,39 @@ class Asked:
 
 
 def test_full_server_refuses_at_once(tight: Server, pictures: list[bytes]) -> None:
-    """The engine takes what it has rows and waiting places for. The promise is 100 ms; a busy machine may be slower."""
+    """The engine takes what it has rows and waiting places for; the rest is told so while all of that still runs. How
+    fast is measured by `python -m benchmarks.promises`."""
     endless = [{**ENDLESS, "image": picture} for picture in pictures[: ROWS + WAITING]]
     with Asked(tight, endless[:ROWS]), contextlib.ExitStack() as stack:
-        wait_until(lambda: doors.status(tight)["running"] == ROWS, 30, "rows taken")
+        wait_until(lambda: doors.status(tight)["running"] == ROWS, 60, "rows taken")
         stack.enter_context(Asked(tight, endless[ROWS:]))
-        wait_until(lambda: doors.status(tight)["waiting"] == WAITING, 30, "full")
-        times = []
+        wait_until(lambda: doors.status(tight)["waiting"] == WAITING, 60, "full")
         for picture in pictures[5:15]:
-            begun = time.monotonic()
             with pytest.raises(ServerError, match=r"^\[UNAVAILABLE\] 3 requests are waiting already; retry after 1 s$"):
                 doors.model_infer(tight, image=picture, **GOOD)
-            times.append(time.monotonic() - begun)
-    print(f"refused within {1000 * statistics.median(times):.0f} ms, at most {1000 * max(times):.0f}")
-    assert statistics.median(times) < 1
-    wait_until(lambda: doors.idle(tight), 10, "idle again")
+    wait_until(lambda: doors.idle(tight), 60, "idle again")
 
 
 def test_deadline_of_a_waiting_request(tight: Server, pictures: list[bytes]) -> None:
     with Asked(tight, [{**ENDLESS, "image": picture} for picture in pictures[:ROWS]]):
-        wait_until(lambda: doors.status(tight)["running"] == ROWS, 30, "rows taken")
+        wait_until(lambda: doors.status(tight)["running"] == ROWS, 60, "rows taken")
         answer = doors.generate(tight, image=pictures[2], max_time_ms=150, **GOOD)
         assert answer.finish_reason == "deadline" and answer.usage["output_tokens"] == 0  # type: ignore[index]
-    wait_until(lambda: doors.idle(tight), 10, "idle again")
+    wait_until(lambda: doors.idle(tight), 60, "idle again")
 
 
 def test_pictures_that_wait_are_bounded(tight: Server, pictures: list[bytes]) -> None:
     """An engine that asks for no picture: the front end holds four of the largest size and refuses the fifth."""
     largest = max(pictures, key=len)
     process = doors.status(tight)["pid"]
-    os.kill(process, signal.SIGSTOP)
     try:
-        with Asked(tight, [{**GOOD, "image": largest}] * (PICTURES + 1)) as asked:
-            refusal = asked.replies.get(timeout=20)
+        with Asked(tight, [{**GOOD, "image": largest}]) as asked:
+            assert asked.replies.get(timeout=60).as_numpy(
+                "finish_reason"
+            )  # the stream is there, so that no time is lost:
+            os.kill(process, signal.SIGSTOP)  # after 4 s the engine counts as dead
+            asked.send([{**GOOD, "image": largest}] * (PICTURES + 1))
+            refusal = asked.replies.get(timeout=60)
             text = f"pictures of {PICTURES * len(largest)} bytes are waiting in this front end; retry after 1 s"
             assert refusal.message() == f"[UNAVAILABLE] {text}"
     finally:
@@ -119,8 +120,8 @@ def test_clients_that_read_nothing(server: Server, pictures: list[bytes]) -> Non
             data = json.dumps(doors.body({**request, "image": picture})).encode()
             head = f"POST /v2/models/photon/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
             connection.sendall(head.encode() + data)
-        wait_until(lambda: doors.status(server)["running"] > 8, 30, "running")
-        wait_until(lambda: doors.idle(server), 60, "all ended, read or not")
+        wait_until(lambda: doors.status(server)["running"] > 8, 60, "running")
+        wait_until(lambda: doors.idle(server), 240, "all ended, read or not")
         grown = resident_mb(server.pid) - before
         print(f"tritonserver grew by {grown:.1f} MB for 16 answers of 300 tokens that nobody read")
         assert grown < 100
