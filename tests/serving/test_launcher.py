@@ -40,6 +40,12 @@ def test_port_in_use_names_the_variable(checkpoint: Path) -> None:
             layout.check(checkpoint, "127.0.0.1", {"GRPC_PORT": port}, stubs=4)
 
 
+def test_free_ports_are_different_ones() -> None:
+    assert len(set(layout.free_ports("127.0.0.1", 40))) == 40 and layout.free_ports("127.0.0.1", 0) == []
+    with pytest.raises(LaunchError, match=r"is free on 192\.0\.2\.1"):  # no address of any machine
+        layout.free_ports("192.0.2.1", 1)
+
+
 def test_little_shared_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")(64 << 20, 0, 64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
