@@ -20,7 +20,7 @@ from PIL import Image
 
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
-from photon_backend.frontend.session import FrontEnd, RawRequest, Session
+from photon_backend.frontend.session import FrontEnd, RawRequest
 from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens
 from photon_backend.tiny import queries
 from photon_backend.tiny.json_queries import INTEGER, ask_json
@@ -98,49 +98,56 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, 
 
 def evaluate_constrained(settings: Settings, seeds: Sequence[int]) -> dict[str, Tally]:
     """By category. Raises what `Engine` raises."""
-    front_end = FrontEnd(settings)
-    inbox: queue.SimpleQueue[list[FromEngine]] = queue.SimpleQueue()
-    engine = Engine(settings, lambda client, messages: inbox.put(messages))
-    engine.start()
     tallies: dict[str, Tally] = defaultdict(Tally)
-    try:
+    with Service(settings) as service:
         for start in range(0, len(seeds), SCENES_AT_ONCE):
-            _converse(front_end, engine, inbox, list(map(make_scene, seeds[start : start + SCENES_AT_ONCE])), tallies)
-    finally:
-        engine.stop()
+            scenes = [make_scene(seed) for seed in seeds[start : start + SCENES_AT_ONCE]]
+            asked = [(_png(scene), task) for scene in scenes for task in tasks_of(scene)]
+            answers = service.ask([_request(png, task) for png, task in asked])
+            for (_, task), text in zip(asked, answers, strict=True):
+                _judge(tallies[task.category], task, text)
     return tallies
 
 
-def _converse(
-    front_end: FrontEnd,
-    engine: Engine,
-    inbox: queue.SimpleQueue[list[FromEngine]],
-    scenes: Sequence[Scene],
-    tallies: dict[str, Tally],
-) -> None:
-    open_requests: dict[str, tuple[Session, Task]] = {}
-    for scene in scenes:
-        png = _png(scene)
-        for number, task in enumerate(tasks_of(scene)):
-            options = json.dumps({"temperature": 0, **task.option})
-            raw = RawRequest(text_input=task.question, image=png, sampling_parameters=options)
-            session = front_end.open(raw, f"{scene.seed}-{number}")
-            open_requests[session.submit.request_id] = session, task
-            engine.post(CLIENT, session.submit)
-    while open_requests:
-        for message in inbox.get():
-            assert isinstance(message, NeedPicture | Tokens | Done | Failed)
-            session, task = open_requests[message.request_id]
-            if isinstance(message, NeedPicture):
-                tiling, pixels = session.picture()
-                engine.post(CLIENT, Picture(message.request_id, tiling), pixels)
-                continue
-            for response in session.feed([message]):
-                if response.error is not None:
-                    raise response.error
-                _judge(tallies[task.category], task, response.text or "")
-            if session.finished:
-                del open_requests[message.request_id]
+def _request(png: bytes, task: Task) -> RawRequest:
+    options = json.dumps({"temperature": 0, **task.option})
+    return RawRequest(text_input=task.question, image=png, sampling_parameters=options)
+
+
+class Service:
+    """A front end and an engine in this process."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.front_end = FrontEnd(settings)
+        self.inbox: queue.SimpleQueue[list[FromEngine]] = queue.SimpleQueue()
+        self.engine = Engine(settings, lambda client, messages: self.inbox.put(messages))
+
+    def __enter__(self) -> Service:
+        self.engine.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.engine.stop()
+
+    def ask(self, requests: Sequence[RawRequest]) -> list[str]:
+        """All at once; the texts in the order of the requests. Raises the first PhotonError that answers one."""
+        sessions = {str(number): self.front_end.open(raw, str(number)) for number, raw in enumerate(requests)}
+        texts: dict[str, str] = {}
+        for session in sessions.values():
+            self.engine.post(CLIENT, session.submit)
+        while len(texts) < len(requests):
+            for message in self.inbox.get():
+                assert isinstance(message, NeedPicture | Tokens | Done | Failed)
+                session = sessions[message.request_id]
+                if isinstance(message, NeedPicture):
+                    tiling, pixels = session.picture()
+                    self.engine.post(CLIENT, Picture(message.request_id, tiling), pixels)
+                    continue
+                for response in session.feed([message]):
+                    if response.error is not None:
+                        raise response.error
+                    texts[message.request_id] = response.text or ""
+        return [texts[name] for name in sessions]
 
 
 def _judge(tally: Tally, task: Task, text: str) -> None:
