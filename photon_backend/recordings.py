@@ -42,7 +42,10 @@ class Recordings:
         self._asked: deque[tuple[int, Record, Answer]] = deque()
         self._open: dict[str, tuple[int, Answer]] = {}  # by request_id: engine, and who waits
         self._names = count()
-        self._closed = False
+
+    @property
+    def num_open(self) -> int:
+        return len(self._asked) + len(self._open)
 
     def ask(self, engine: int, ticks: int, seconds: float, answer: Answer) -> None:
         """`answer` is called once, here or on the supervisor's thread; what it raises is logged.
@@ -55,8 +58,6 @@ class Recordings:
             raise PhotonError("INVALID_ARG", f"ticks must be 1 to {MAX_TRACE_TICKS}, got {ticks}")
         if not 0 < seconds <= MAX_TRACE_S:
             raise PhotonError("INVALID_ARG", f"seconds must be above 0 and at most {MAX_TRACE_S:g}, got {seconds:g}")
-        if self._closed:
-            raise STOPPING
         self._asked.append((engine, Record(f"trace-{next(self._names)}", ticks, seconds), answer))
 
     def receive(self, peer: EnginePeer, messages: list[FromEngine]) -> None:
@@ -84,11 +85,6 @@ class Recordings:
                 peer.send([record])
             else:
                 self._end(record.request_id, unavailable(f"engine {engine} is not up", 5))
-
-    def close(self) -> None:
-        """Answers everybody; later asks are refused."""
-        self._closed = True
-        self._fail_all()
 
     def _fail_all(self) -> None:
         while self._asked:

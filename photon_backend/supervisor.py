@@ -81,9 +81,17 @@ class Supervisor:
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the engine process. The front ends are Triton's to unload now."""
+        """Ends the engine process. The front ends are Triton's to unload now.
+
+        Triton unloads a model when all its requests are answered, so no trace is open, except when a reload takes away
+        an instance: then Triton takes no response any more. This process ends without withdrawing its sign, and with it
+        the launcher ends the server, as when a front end goes like this.
+        """
         self._closing = True
-        self._thread.join()
+        self._thread.join(2 * STOP_S)  # it may wait in a send that nobody takes
+        if self._thread.is_alive() or self._recordings.num_open:
+            log.error("Triton removed this instance with %d open traces", self._recordings.num_open)
+            os._exit(1)
         os.close(self._wake_fd)
         self._sign.withdraw()
 
@@ -123,7 +131,6 @@ class Supervisor:
             except Exception:
                 log.exception("a turn of the supervisor failed")
                 time.sleep(TURN_MS / 1000)
-        self._recordings.close()
         self._stop_engine()
         link.close()
 

@@ -12,6 +12,7 @@ import pytest
 from test_supervisor import GOOD_ENGINE, Stage, stage, wait  # noqa: F401
 
 from photon_backend import draining
+from photon_backend import supervisor as module
 from photon_backend.protocol import PhotonError, Record, decode_to_engine, encode
 from photon_backend.supervisor import Supervisor
 
@@ -59,11 +60,8 @@ def test_each_gets_its_own_answer(stage: Stage) -> None:  # noqa: F811
     assert [e["args"] for e in events if e["ph"] == "X"] == [{"tick": 7}]
     assert str(only(refused)) == "[UNAVAILABLE] another trace"
     assert open_.empty()
-    supervisor.close()
-    stage.supervisors.remove(supervisor)
+    (stage.run_dir / draining.MARK).touch()
     assert str(only(open_)) == "[UNAVAILABLE] the server is stopping; retry after 5 s"
-    with pytest.raises(PhotonError, match="is stopping"):
-        supervisor.trace(0, 1, 1.0, open_.put)
 
 
 def test_an_engine_that_dies(stage: Stage) -> None:  # noqa: F811
@@ -81,12 +79,25 @@ def test_an_engine_that_is_not_up(stage: Stage) -> None:  # noqa: F811
     assert str(only(answers)) == "[UNAVAILABLE] engine 1 is not up; retry after 5 s"
 
 
-def test_a_server_that_drains(stage: Stage) -> None:  # noqa: F811
+def test_a_server_that_drains_refuses(stage: Stage) -> None:  # noqa: F811
     supervisor = up(stage)
-    answers = Answers()
-    supervisor.trace(0, 2, 1.0, answers.put)
     (stage.run_dir / draining.MARK).touch()
+    answers = Answers()
+    supervisor.trace(0, 1, 1.0, answers.put)
     assert "the server is stopping" in str(only(answers))
+
+
+def test_an_instance_that_is_removed_with_one_open(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Triton takes no answer any more: it is not sent, the engine ends, and the process without saying good-bye."""
+    supervisor = up(stage)
+    pid, answers, ends = supervisor.status()["pid"], Answers(), []
+    supervisor.trace(0, 2, 1.0, answers.put)
+    monkeypatch.setattr(module.os, "_exit", ends.append)
+    supervisor.close()
+    stage.supervisors.remove(supervisor)
+    assert ends == [1] and answers.empty()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)  # type: ignore[arg-type]
 
 
 def test_an_answer_that_raises_hurts_nobody(stage: Stage) -> None:  # noqa: F811
