@@ -249,6 +249,10 @@ def plot(rows: list[dict[str, Any]], file: Path) -> None:
     closed.set(title="whole time, closed loop: p50, p99 dashed", xlabel="requests at once", ylabel="ms")
     closed.set(xscale="log", yscale="log")
     opened.set(title="whole time, open loop: p50, p99 dashed", xlabel="arrivals/s", ylabel="ms", yscale="log")
+    levels = sorted({row["load"] for row in ours if row["loop"] == "closed"})
+    for axes in (rate, closed):
+        axes.set_xticks(levels, [f"{level:.0f}" for level in levels])
+        axes.minorticks_off()
     for axes in (rate, closed, opened):
         axes.grid(alpha=0.3)
         if axes.lines:
