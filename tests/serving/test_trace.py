@@ -181,7 +181,7 @@ def test_the_command_says_why_it_failed(traced: Server, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_dies_meanwhile(traced: Server, client: Client) -> None:
-    """The last test: its trace ends, that of the other engine goes on."""
+    """Its trace ends, that of the other engine goes on."""
     with ThreadPoolExecutor(2) as threads:
         asked = [threads.submit(long_trace, client, engine) for engine in (0, 1)]
         for engine in (0, 1):
@@ -192,3 +192,15 @@ def test_an_engine_that_dies_meanwhile(traced: Server, client: Client) -> None:
         assert engine_of(asked[0].result(timeout=PATIENCE)) == 0
     wait_until(lambda: status_of(traced, 1)["up"], PATIENCE, "back")
     wait_until(lambda: not refused(client, 1), PATIENCE, "records again")
+
+
+def test_a_server_that_stops(traced: Server, client: Client) -> None:
+    """Really the last test: whoever waits for a trace is told at once, and Triton has nothing to wait for."""
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(long_trace, client, 0)
+        wait_until(lambda: refused(client, 0), PATIENCE, "recording")
+        traced.drain(PATIENCE, threading.Event())
+        with pytest.raises(Unavailable, match=r"^\[UNAVAILABLE\] the server is stopping; retry after"):
+            asked.result(timeout=PATIENCE)
+    traced.stop()
+    assert traced.process.returncode == 0
