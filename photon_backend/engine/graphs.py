@@ -45,6 +45,7 @@ class DecodeGraphs:
             for spatial, samples in ((False, True), (True, True), (True, False)):
                 self._capture(slot, batch, spatial, samples)
             log.info("graphs of batch %d captured after %.1f s", batch, time.monotonic() - begun)
+        self._compile_masked(slots[0])
 
     def bucket(self, number: int) -> int:
         return next(b for b in self.buckets if b >= number)
@@ -52,6 +53,15 @@ class DecodeGraphs:
     def replay(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:
         """Decodes the slot's first `batch` rows, a bucket, on the current stream; with `samples`, samples too."""
         self._graphs[slot, batch, spatial or not samples, samples].replay()
+
+    @torch.inference_mode()
+    def _compile_masked(self, slot: DecodeSlot) -> None:
+        """Sampling with a host grammar runs outside the graphs; its kernels are compiled now, not in a tick."""
+        slot.load_rows([self._runner.scratch])
+        with torch.cuda.stream(self._stream):
+            for spatial in (False, True):
+                self._runner.sample(slot, 1, spatial, masked=True, automata=True)
+        torch.cuda.synchronize()
 
     @torch.inference_mode()
     def _capture(self, slot: DecodeSlot, batch: int, spatial: bool, samples: bool) -> None:

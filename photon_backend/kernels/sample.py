@@ -140,7 +140,7 @@ def _first_bin(line, bins, BINS: tl.constexpr):
 def _sample(
     rows, logits, legal, host_masks, tables, row_tables, table_states, states, traits, positions, think_until,
     temperatures, top_ps, top_ks, seeds, points, extents, point_values, extent_values, scratch,
-    next_tokens, kinds, values, out_ids, out_values, width, words, point_bins, extent_bins, scratch_len,
+    next_tokens, kinds, values, out_ids, out_values, width, words, point_bins, extent_bins,
     ANSWER: tl.constexpr, EOS: tl.constexpr, COORD: tl.constexpr, SIZE: tl.constexpr, TEXT_FIRST: tl.constexpr,
     SPATIAL: tl.constexpr, MASKED: tl.constexpr, W: tl.constexpr,
     POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
@@ -180,10 +180,10 @@ def _sample(
     if draws:
         seed = tl.load(seeds + row)
         key = _mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ _mix(position.to(tl.uint32))
-        weights = scratch + b.to(tl.int64) * width
+        weights = scratch + b.to(tl.int64) * 2 * width
         token = _draw(
             line, of_state, table, bound, host_mask, width, words, tl.max(best), temperature, tl.load(top_ps + row),
-            tl.load(top_ks + row), _mix(key), weights, weights + scratch_len, MASKED, W,
+            tl.load(top_ks + row), _mix(key), weights, weights + width, MASKED, W,
         )  # fmt: skip
 
     if SPATIAL:
@@ -200,8 +200,8 @@ def _sample(
                 tl.store(out_values + b * 2 + i, value)
         if size:
             for i in tl.static_range(2):
-                line = extents + (b * 2 + i) * extent_bins
-                value = tl.load(extent_values + _first_bin(line, extent_bins, EXTENT_BINS))
+                extent = extents + (b * 2 + i) * extent_bins
+                value = tl.load(extent_values + _first_bin(extent, extent_bins, EXTENT_BINS))
                 tl.store(values + row * 2 + i, value)
                 tl.store(out_values + b * 2 + i, value)
         tl.store(kinds + row, tl.where(size, 2, tl.where(coordinate, 1, 0)).to(tl.int64))
@@ -234,7 +234,7 @@ class SampleKernel:
         width, words = slot.logits.shape[1], slot.mask.shape[1]
         points, extents = region or (slot.logits, slot.logits)
         bins = points.shape[-1], extents.shape[-1]
-        scratch = torch.empty(2, number, width, dtype=torch.float32, device=slot.logits.device)
+        scratch = torch.empty(number, 2, width, dtype=torch.float32, device=slot.logits.device)
         block, warps = shape_for(width)
         _sample[(number,)](
             slot.rows,
@@ -264,7 +264,6 @@ class SampleKernel:
             width,
             words,
             *bins,
-            number * width,
             ANSWER=ids.answer_id,
             EOS=ids.eos_id,
             COORD=ids.coord_id,

@@ -21,8 +21,10 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float16  # the interpreter
 INTERPRETED = DEVICE == "cpu"
 # the widths of Moondream 2's layers and odd ones; slow where kernels are interpreted
 LINEARS = [(256, 448, 192), (320, 200, None), (128, 64, 0)]
-ATTENTIONS = [(1, 4, 4, 64), (3, 4, 2, 32)]
+ATTENTIONS = [(1, 2, 2, 64), (3, 2, 1, 32)]
+RELAYS = [(9, 192, 5)]
 if not INTERPRETED:
+    RELAYS += [(1, 2048, 128), (64, 2048, 128)]
     LINEARS += [(2048, 14336, 6144), (2048, 51_200, None)]
     ATTENTIONS += [(40, 2, 2, 32), (40, 2, 2, 64), (1, 32, 32, 64), (64, 32, 32, 64)]
 
@@ -35,7 +37,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a.float() - b.float()).norm() / b.float().norm()).item()
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 64, 70])
+@pytest.mark.parametrize("rows", [1, 16, 70] if INTERPRETED else [1, 3, 16, 64, 70])
 @pytest.mark.parametrize(("width", "outputs", "gelu_from"), LINEARS)
 def test_linear(rows, width, outputs, gelu_from):
     x, weight, bias = normal(rows, width), normal(outputs, width, seed=1, scale=width**-0.5), normal(outputs, seed=2)
@@ -97,7 +99,7 @@ def test_decode_attention(batch, heads, kv_heads, head_dim):
     assert distance(cache.k, expected_cache.k) < 1e-3 and torch.equal(cache.v, expected_cache.v)
 
 
-@pytest.mark.parametrize(("batch", "width", "pages"), [(1, 2048, 128), (64, 2048, 128), (9, 192, 5)])
+@pytest.mark.parametrize(("batch", "width", "pages"), RELAYS)
 def test_relay(batch, width, pages):
     """A third of the batch is the scratch row, as in a graph that is filled up."""
     scratch = batch + 1

@@ -1,0 +1,164 @@
+"""What the parts of a constraint cost, over 51,200 made-up tokens: the second half of benchmarks/constrained.py."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from photon_backend.engine.sampler import apply_bitmask
+from photon_backend.engine.tables import AutomatonTables, RowAutomata
+from photon_backend.grammar.automaton import compile_automaton
+from photon_backend.grammar.constraint import fill_lines
+from photon_backend.grammar.matcher import Prototypes, Vocabulary
+from photon_backend.grammar.spelling import Spelling, read_spelling
+from photon_backend.grammar.spelling import _byte_of_character as byte_of_character
+from photon_backend.model.config import ModelConfig
+from photon_backend.protocol import GrammarSpec
+
+NUM_CONTROL = 32  # tokens of the made-up vocabulary without a spelling
+FIVE_FIELDS = {
+    "type": "object",
+    "properties": {
+        "color": {"enum": ["red", "green", "blue"]},
+        "kind": {"enum": ["circle", "square", "star"]},
+        "count": {"type": "integer", "minimum": 0, "maximum": 20},
+        "sure": {"type": "boolean"},
+        "note": {"type": "string", "maxLength": 20},
+    },
+    "required": ["color", "kind", "count", "sure", "note"],
+    "additionalProperties": False,
+}
+COMPILED = {
+    "choice of 20 labels": GrammarSpec("choice", json.dumps([f"label {i} of {i * 37}" for i in range(20)])),
+    "ISO date": GrammarSpec("regex", r"[0-9]{4}-[01][0-9]-[0-3][0-9]"),
+    "five-field JSON": GrammarSpec("json_schema", json.dumps(FIVE_FIELDS)),
+    "string of 100": GrammarSpec("json_schema", '{"type":"string","maxLength":100}'),
+}
+
+
+def write_made_up_checkpoint(directory: Path) -> None:
+    """tokenizer.json of Moondream 2's number of tokens: every byte, then words of a length like that of real ones."""
+    size = ModelConfig().text.vocab_size
+    chance = random.Random(0)
+    letters = "etaoinshrdlucmfwypvbgkjqxz"
+    words = {bytes([byte]) for byte in range(256)}
+    while len(words) < size - NUM_CONTROL:
+        word = "".join(chance.choices(letters, range(26, 0, -1), k=chance.choice([2, 3, 4, 5, 6, 7, 8, 10])))
+        words.add(chance.choice([" ", "", ""]).encode() + chance.choice([word, word.capitalize()]).encode())
+    character = {byte: c for c, byte in byte_of_character().items()}
+    pieces = [f"<|{i}|>" for i in range(NUM_CONTROL)]
+    pieces += ["".join(character[byte] for byte in word) for word in sorted(words)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": i, "content": pieces[i]} | flags for i in range(NUM_CONTROL)]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    model = {"type": "BPE", "vocab": {piece: i for i, piece in enumerate(pieces)}, "merges": []}
+    document = {"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level}
+    (directory / "tokenizer.json").write_text(json.dumps(document | {"model": model}), encoding="utf-8")
+
+
+def compile_times(spelling: Spelling, vocabulary: Vocabulary | None) -> list[dict]:
+    """To tables, and, with the library, to a matcher."""
+    results = []
+    for name, spec in COMPILED.items():
+        ms, automaton = timed_ms(lambda: compile_automaton(spec, spelling, 1 << 24))  # noqa: B023
+        states, classes = automaton.next_state.shape
+        result = {"grammar": name, "ms": ms, "states": states, "classes": classes}
+        result["megabytes"] = automaton.num_words * 4 / 1e6
+        text = f"{name:>20} {ms:8.1f} ms {states:6} states {classes:6} classes {result['megabytes']:8.2f} MB"
+        if vocabulary is not None:
+            result["matcher_ms"], _ = timed_ms(lambda: Prototypes(spec, vocabulary))  # noqa: B023
+            text += f"   matcher {result['matcher_ms']:6.1f} ms"
+        print(text, flush=True)
+        results.append(result)
+    return results
+
+
+def timed_ms(work: Callable[[], Any]) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work()
+    return 1e3 * (time.perf_counter() - begin), result
+
+
+def fill_times(vocabulary: Vocabulary, batches: list[int]) -> list[dict]:
+    """Microseconds to fill the masks of B matchers on the host, each at the start of its answer."""
+    prototypes, results = Prototypes(COMPILED["five-field JSON"], vocabulary), []
+    for batch in batches:
+        matchers = [(prototypes.matcher(), i) for i in range(batch)]
+        mask = np.zeros((batch, len(vocabulary.ordinary)), np.int32)
+        times = sorted(1e3 * timed_ms(lambda: fill_lines(matchers, mask))[0] for _ in range(21))  # noqa: B023
+        print(f"B={batch:<4} masks of matchers filled in {times[10]:9.1f} us", flush=True)
+        results.append({"batch": batch, "fill_us": times[10]})
+    return results
+
+
+def table_times(spelling: Spelling, batches: list[int], device: torch.device) -> list[dict]:
+    """Microseconds of masks, apply and transition in plain torch, for B rows and a vocabulary of 51,200."""
+    size = len(spelling.lengths)
+    tables = AutomatonTables(size, 64, device)
+    placed = tables.place(compile_automaton(COMPILED["five-field JSON"], spelling, tables.max_words))
+    assert placed is not None
+    block = placed[0]
+    tables.write(block.base, tables.host_words(block.automaton))
+    results = []
+    for batch in batches:
+        rows, row = RowAutomata(tables, batch), torch.arange(batch, device=device)
+        rows.start(row, torch.tensor([block.row_values] * batch, device=device))
+        logits = torch.zeros(batch, size, device=device)
+        bound, ids = torch.ones(batch, dtype=torch.bool, device=device), torch.full((batch,), 40, device=device)
+        parts = {
+            "mask_us": lambda: apply_bitmask(logits, rows.masks(row, bound, size)),  # noqa: B023
+            "transition_us": lambda: rows.advance(row, bound, ids),  # noqa: B023
+        }
+        result: dict = {"batch": batch}
+        for name, work in parts.items():
+            for _ in range(3):
+                work()
+            _wait(device)
+            begin = time.perf_counter()
+            for _ in range(20):
+                work()
+            _wait(device)
+            result[name] = 1e6 * (time.perf_counter() - begin) / 20
+        print(f"B={batch:<4} mask and apply {result['mask_us']:9.1f} us   transition {result['transition_us']:7.1f} us")
+        results.append(result)
+    return results
+
+
+def kernel_times(batches: list[int]) -> list[dict]:
+    """Microseconds of the one kernel that masks, draws and moves on, by what it masks with. On a GPU."""
+    from benchmarks.kernels import LAUNCHES, graph_us, sampler  # Triton's kernel language, which a CPU may not have
+
+    results = []
+    for batch in batches:
+        result: dict = {"batch": batch}
+        for name, changes in (("free", {}), ("automaton", {"automaton": True}), ("masked", {"masked": True})):
+            work, _ = sampler(ModelConfig(), batch, in_torch=False, **changes)
+            result[f"{name}_us"] = graph_us(work, LAUNCHES)
+        print(f"B={batch:<4} sampling kernel, " + ", ".join(f"{k} {v:.1f}" for k, v in result.items() if k != "batch"))
+        results.append(result)
+    return results
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure_parts(device: torch.device, batches: list[int], made_up: Path, matchers: bool) -> dict:
+    """Every table of this module, for the JSON document. `matchers`: the package llguidance is there."""
+    spelling = read_spelling(made_up, ModelConfig())
+    assert spelling is not None
+    vocabulary = Vocabulary(made_up, ModelConfig()) if matchers else None
+    parts: dict = {"compile": compile_times(spelling, vocabulary), "tables": table_times(spelling, batches, device)}
+    if vocabulary is not None:
+        parts["fill"] = fill_times(vocabulary, batches)
+    if device.type == "cuda":
+        parts["kernel"] = kernel_times(batches)
+    return parts

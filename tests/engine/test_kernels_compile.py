@@ -1,0 +1,71 @@
+"""Every kernel goes through the compiler for the GPU that it is meant for, without one: the interpreter takes more than
+the compiler does. Nothing runs; some 15 s of compiling, once: Triton keeps what it compiled."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton's kernel language is not installed")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from photon_backend.kernels import attention, linear, norm, relay, sample
+
+HOPPER = GPUTarget("cuda", 90, 32)
+BF16, FP32, I64, I32 = "*bf16", "*fp32", "*i64", "*i32"
+
+
+def compiled(kernel, constants: dict, warps: int, types: dict[str, str]) -> str:
+    """The PTX of a kernel whose arguments have these types, int32 where not told, for aligned pointers and widths."""
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names) if name not in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=HOPPER, options={"num_warps": warps}).asm["ptx"]
+
+
+def typed(**names: str) -> dict[str, str]:
+    """Type to names, turned around."""
+    kinds = {"bf16": BF16, "fp32": FP32, "i64": I64, "i32": I32}
+    return {name: kinds[kind] for kind, line in names.items() for name in line.split()}
+
+
+@pytest.mark.parametrize(("masked", "heads"), [(False, None), (True, None), (False, BF16), (True, "*fp64")])
+def test_sample(masked: bool, heads: str | None) -> None:
+    types = typed(
+        i64="rows row_tables table_states states traits positions think_until top_ks seeds next_tokens kinds out_ids",
+        fp32="logits temperatures top_ps points extents point_values extent_values scratch values out_values",
+        i32="legal host_masks tables",
+    )
+    if heads is not None:
+        types |= {"points": heads, "extents": heads}
+    block, warps = sample.shape_for(51_200)
+    constants = {"ANSWER": 3, "EOS": 0, "COORD": 5, "SIZE": 6, "TEXT_FIRST": 0, "SPATIAL": heads is not None}
+    constants |= {"MASKED": masked, "W": block // 32, "POINT_BINS": 1024, "EXTENT_BINS": 1024}
+    assert "ld.global.v4" in compiled(sample._sample, constants, warps, types)  # logits come 16 bytes at a time
+
+
+def test_relay() -> None:
+    types = typed(i64="rows next_tokens positions page_table step_positions step_pages", bf16="embeddings x")
+    assert compiled(relay._relay, {"BLOCK": 2048, "PAGES": 128}, 4, types)
+
+
+@pytest.mark.parametrize("splits", [0, 8])
+def test_add_norm(splits: int) -> None:
+    types = typed(bf16="x bias weight shift normed", fp32="parts")
+    assert compiled(norm._add_norm, {"SPLITS": splits, "BLOCK": 2048}, 8, types)
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_linear(gelu: bool) -> None:
+    constants = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "BIAS": True, "GELU": gelu, "EVEN": True}
+    assert compiled(linear._linear, constants, 4, typed(bf16="x w bias out"))
+
+
+def test_attention() -> None:
+    parts = "part_out part_max part_sum"
+    types = typed(bf16="qkv keys values", i64="positions table", fp32=f"cos_table sin_table {parts}")
+    shape = {"SPLITS": 16, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 64}
+    assert compiled(attention._attend, shape, 2, types | {"scale": "fp32"})
+    assert compiled(attention._join, {"SPLITS": 16, "E": 64}, 1, typed(bf16="out", fp32=parts))
