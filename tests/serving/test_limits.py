@@ -14,7 +14,7 @@ from typing import Any
 import doors
 import pytest
 from doors import ServerError, wait_until
-from test_pressure import Asked
+from test_pressure import Asked, takes
 
 from photon_backend.serve import Server, start_server
 
@@ -61,16 +61,7 @@ def test_more_requests_than_a_front_end_takes(small: Server, pictures: list[byte
             assert not isinstance(asked.replies.get(timeout=60), Exception)
         with pytest.raises(ServerError, match=r"^\[UNAVAILABLE\] .*3 requests"):
             doors.grpc_stream(small, image=pictures[4], **GOOD)
-    wait_until(lambda: asks(small, pictures[4]), 60, "taken again")
-
-
-def asks(server: Server, picture: bytes) -> bool:
-    """Whether a request is taken."""
-    try:
-        return bool(doors.grpc_stream(server, image=picture, **GOOD).text)
-    except ServerError as error:
-        assert "[UNAVAILABLE]" in str(error)
-        return False
+    wait_until(lambda: takes(small, pictures[4]), 60, "taken again")
 
 
 def test_picture_larger_than_the_limit(small: Server) -> None:

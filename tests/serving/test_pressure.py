@@ -62,6 +62,15 @@ class Asked:
         self.client.close()
 
 
+def takes(server: Server, picture: bytes) -> bool:
+    """Whether a request is taken. A front end refuses as long as its last heartbeat says that the engine is full."""
+    try:
+        return bool(doors.grpc_stream(server, image=picture, **GOOD).text)
+    except ServerError as error:
+        assert "[UNAVAILABLE]" in str(error)
+        return False
+
+
 def test_full_server_refuses_at_once(tight: Server, pictures: list[bytes]) -> None:
     """The engine takes what it has rows and waiting places for; the rest is told so while all of that still runs. How
     fast is measured by `python -m benchmarks.promises`."""
@@ -73,7 +82,7 @@ def test_full_server_refuses_at_once(tight: Server, pictures: list[bytes]) -> No
         for picture in pictures[5:15]:
             with pytest.raises(ServerError, match=r"^\[UNAVAILABLE\] 3 requests are waiting already; retry after 1 s$"):
                 doors.model_infer(tight, image=picture, **GOOD)
-    wait_until(lambda: doors.idle(tight), 60, "idle again")
+    wait_until(lambda: doors.idle(tight) and takes(tight, pictures[0]), 60, "idle again, and the front end knows")
 
 
 def test_deadline_of_a_waiting_request(tight: Server, pictures: list[bytes]) -> None:
@@ -81,7 +90,7 @@ def test_deadline_of_a_waiting_request(tight: Server, pictures: list[bytes]) -> 
         wait_until(lambda: doors.status(tight)["running"] == ROWS, 60, "rows taken")
         answer = doors.generate(tight, image=pictures[2], max_time_ms=150, **GOOD)
         assert answer.finish_reason == "deadline" and answer.usage["output_tokens"] == 0  # type: ignore[index]
-    wait_until(lambda: doors.idle(tight), 60, "idle again")
+    wait_until(lambda: doors.idle(tight) and takes(tight, pictures[0]), 60, "idle again, and the front end knows")
 
 
 def test_pictures_that_wait_are_bounded(tight: Server, pictures: list[bytes]) -> None:
@@ -90,10 +99,8 @@ def test_pictures_that_wait_are_bounded(tight: Server, pictures: list[bytes]) ->
     process = doors.status(tight)["pid"]
     try:
         with Asked(tight, [{**GOOD, "image": largest}]) as asked:
-            assert asked.replies.get(timeout=60).as_numpy(
-                "finish_reason"
-            )  # the stream is there, so that no time is lost:
-            os.kill(process, signal.SIGSTOP)  # after 4 s the engine counts as dead
+            assert asked.replies.get(timeout=60).as_numpy("finish_reason"), "the stream is there"
+            os.kill(process, signal.SIGSTOP)  # no time to lose now: after 4 s the engine counts as dead
             asked.send([{**GOOD, "image": largest}] * (PICTURES + 1))
             refusal = asked.replies.get(timeout=60)
             text = f"pictures of {PICTURES * len(largest)} bytes are waiting in this front end; retry after 1 s"
