@@ -167,7 +167,7 @@ def stub_path() -> Path:
         return triton_home() / "backends" / "python" / stub
     path = triton_home() / "python_backend_stubs" / python_version() / stub
     if not path.exists():
-        raise LaunchError(f"Triton has no stub for Python {python_version()}; use 3.10, 3.11 or 3.12.")
+        raise LaunchError(f"Triton has no stub for Python {python_version()}; use 3.10 to 3.13.")
     return path
 
 
