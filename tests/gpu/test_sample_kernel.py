@@ -54,7 +54,7 @@ class Batch:
         number = batch + 3
         self._set(state=np.resize(states, number), position=self.chance.randint(5, 40, number))
         self._set(think_until=self.chance.randint(5, 200, number), seed=np.resize(SEEDS, number))
-        options = [OPTIONS[i] for i in self.chance.permutation(np.resize(np.arange(len(OPTIONS)), number))]
+        options = [OPTIONS[i] for i in np.resize(self.chance.permutation(len(OPTIONS)), number)]
         temperature, top_p, top_k = (np.array(column) for column in zip(*options, strict=True))
         self._set(temperature=temperature, top_p=top_p, top_k=top_k)
         self._start_automata()
@@ -141,6 +141,20 @@ def test_rows_of_text(vocabulary: int, batch: int, automata: bool) -> None:
         here.fill(), there.fill()
         sample_step(here.rows, here.slot, batch, None, False, automata)
         launch(there.slot, batch, None, False, automata)
+        assert there.told() == here.told()
+
+
+@pytest.mark.usefixtures("shape")
+def test_every_mix_of_options() -> None:
+    vocabulary, batch = (51_200, 72) if ON_GPU else (80, 36)
+    here, there = both(vocabulary, batch, [State.TEXT], seed=1)
+    mixes = zip(here.rows.temperature.tolist(), here.rows.top_p.tolist(), here.rows.top_k.tolist(), strict=True)
+    assert len(set(mixes)) == len(OPTIONS)
+    launch = SampleKernel(there.rows)
+    for _ in range(STEPS):
+        here.fill(), there.fill()
+        sample_step(here.rows, here.slot, batch, None, False, True)
+        launch(there.slot, batch, None, False, True)
         assert there.told() == here.told()
 
 
