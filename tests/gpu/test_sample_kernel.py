@@ -64,7 +64,7 @@ class Batch:
             getattr(self.rows, name).copy_(torch.from_numpy(values))
 
     def _start_automata(self) -> None:
-        """Three rows of four have one of two grammars, in some state of it."""
+        """Two rows of three have one of two grammars, in some state of it, thinking ones among them."""
         tables, words = self.rows.automata.tables, self.slot.mask.shape[1]
         for i, kinds in enumerate((3, 7)):
             masks = self._bits(4, words)
@@ -73,7 +73,7 @@ class Batch:
             placed = tables.place(TokenAutomaton(masks, classes, follow))
             assert placed is not None
             tables.write(placed[0].base, tables.host_words(placed[0].automaton))
-            row = torch.arange(i, self.batch, 4, device=DEVICE)
+            row = torch.arange(i, self.batch, 3, device=DEVICE)
             self.rows.automata.start(row, torch.tensor([placed[0].row_values] * len(row), device=DEVICE))
             self.rows.automata.state[row] = torch.from_numpy(self.chance.randint(0, 4, len(row))).to(DEVICE)
 
