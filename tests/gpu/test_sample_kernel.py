@@ -53,7 +53,8 @@ class Batch:
         self.slot.load_rows(self.chance.permutation(batch + 2)[:batch].tolist())
         number = batch + 3
         self._set(state=np.resize(states, number), position=self.chance.randint(5, 40, number))
-        self._set(think_until=self.chance.randint(5, 200, number), seed=np.resize(SEEDS, number))
+        turn = np.where(np.arange(number) % 2, 30, -1)  # every other row that reasons has used its allowance
+        self._set(think_until=self.rows.position.cpu().numpy() + turn, seed=np.resize(SEEDS, number))
         options = [OPTIONS[i] for i in np.resize(self.chance.permutation(len(OPTIONS)), number)]
         temperature, top_p, top_k = (np.array(column) for column in zip(*options, strict=True))
         self._set(temperature=temperature, top_p=top_p, top_k=top_k)
