@@ -12,6 +12,7 @@ engine warms up with such requests first, so the cost of a prefill is known. The
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import threading
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from benchmarks.decode import load_any, parser_of
-from benchmarks.requests import CLIENT, PICTURE, PROMPT_WORDS
+from benchmarks.requests import CLIENT, PICTURE, PROMPT_WORDS, wait_for
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.model.crops import make_crops
@@ -56,7 +57,7 @@ class Mix:
         self.gaps: list[float] = []  # seconds
         self._last: dict[str, float] = {}  # by stream: when its last token came
         self._ended = threading.Semaphore(0)
-        self._number = 0
+        self._numbers = itertools.count(1)
         self._over = False
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
@@ -80,7 +81,7 @@ class Mix:
         self._last[self._send(STREAM_TOKENS, None)] = time.perf_counter()
 
     def picture(self) -> None:
-        self._send(4, self._number.to_bytes(16, "little"))
+        self._send(4, next(self._numbers).to_bytes(16, "little"))
 
     def _send(self, tokens: int, digest: bytes | None) -> str:
         special = self.engine.config.tokenizer
@@ -89,8 +90,7 @@ class Mix:
         prompt = prompt if digest else [special.bos_id, *prompt]
         room = self.engine.config.text.max_context - len(prompt)
         sampling = Sampling(temperature=0.0, max_tokens=tokens if digest else min(tokens, room))
-        self._number += 1
-        name = f"r{self._number}"
+        name = f"r{next(self._numbers)}"
         self.engine.post(CLIENT, Submit(name, "query", prompt, digest, sampling=sampling))
         return name
 
@@ -99,10 +99,10 @@ class Mix:
         begun = time.perf_counter()
         for i in range(number):
             if i >= clients:
-                self._ended.acquire()
+                wait_for(lambda: self._ended.acquire(timeout=1), self.engine)
             self.picture()
         for _ in range(min(clients, number)):
-            self._ended.acquire()
+            wait_for(lambda: self._ended.acquire(timeout=1), self.engine)
         return time.perf_counter() - begun
 
     def measure(self, streams: int, number: int, clients: int) -> dict[str, float]:

@@ -17,6 +17,7 @@ import random
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,6 +33,13 @@ CLIENT = b"bench"
 TOKENS = {"direct": 4, "reasoning": 30}
 PROMPT_WORDS = 32
 PICTURE = (600, 850)  # height, width
+
+
+def wait_for(arrived: Callable[[], bool], engine: Engine) -> None:
+    """`arrived` waits a second at most for what the engine does. Raises when it failed: nothing would come any more."""
+    while not arrived():
+        if engine.failure is not None:
+            raise RuntimeError("the engine failed") from engine.failure
 
 
 class Workload:
@@ -83,10 +91,10 @@ class Workload:
         begun = time.perf_counter()
         for i in range(number):
             if i >= clients:
-                self._done.acquire()
+                wait_for(lambda: self._done.acquire(timeout=1), self.engine)
             self.send(first + i)
         for _ in range(min(clients, number)):
-            self._done.acquire()
+            wait_for(lambda: self._done.acquire(timeout=1), self.engine)
         return time.perf_counter() - begun
 
     def open(self, number: int, rate: float, first: int = 0) -> float:
@@ -98,7 +106,7 @@ class Workload:
             time.sleep(max(0.0, due - time.perf_counter()))
             self.send(first + i)
         for _ in range(number):
-            self._done.acquire()
+            wait_for(lambda: self._done.acquire(timeout=1), self.engine)
         return time.perf_counter() - begun
 
     def measure(self, number: int, clients: int, rate: float) -> dict[str, float]:

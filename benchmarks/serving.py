@@ -30,6 +30,7 @@ import torch
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.load import Generator, Target, measure
+from benchmarks.requests import wait_for
 from benchmarks.traffic import Ask, make_pictures
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
@@ -66,7 +67,7 @@ class EngineAlone:
         self._end = begun + seconds
         for _ in range(streams):
             self._ask()
-        self._all_done.wait()
+        wait_for(lambda: self._all_done.wait(1), self.engine)
         taken = time.perf_counter() - begun
         first = [self._first[name] - self._begun[name] for name in self._first]
         return {"tokens_per_s": self._tokens / taken, "first_ms": 1e3 * statistics.median(first)}

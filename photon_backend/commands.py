@@ -29,53 +29,49 @@ class Commands:
         """Answers the request, or sees to it that it will be. Never blocks, raises nothing."""
         sender = request.get_response_sender()
         try:
-            self._obey(request, sender)
+            answer = self._obey(request, sender)
         except PhotonError as error:
-            _refuse(sender, error)
+            answer = error
         except Exception:
             log.exception("a command failed")
-            _refuse(sender, PhotonError("INTERNAL", "the command failed; the server's log says why"))
+            answer = PhotonError("INTERNAL", "the command failed; the server's log says why")
+        if answer is None:
+            return
+        try:
+            _answer(sender, "status", answer)
+        except Exception:  # this one cannot be told; those that came with it must not pay for it
+            log.exception("a command could not be answered")
 
-    def _obey(self, request: Any, sender: Any) -> None:
+    def _obey(self, request: Any, sender: Any) -> bytes | PhotonError | None:
+        """What the request's `status` becomes; None when another thread answers it."""
         command, name = _value(request, "command") or "status", _value(request, "request_id")
         if command == "status":
-            _send(sender, "status", json.dumps(self._supervisor.status()).encode())
-        elif command == "cancel" and name:
+            return json.dumps(self._supervisor.status()).encode()
+        if command == "cancel" and name:
             self._supervisor.stop_request(name)
-            _send(sender, "status", json.dumps({"request_id": name}).encode())
-        elif command == "trace":
+            return json.dumps({"request_id": name}).encode()
+        if command == "trace":
             self._trace(request, sender)
-        else:
-            raise PhotonError(
-                "INVALID_ARG", "command must be status, trace, or cancel with the request_id of a request."
-            )
+            return None
+        raise PhotonError("INVALID_ARG", "command must be status, trace, or cancel with the request_id of a request.")
 
     def _trace(self, request: Any, sender: Any) -> None:
         """Another thread answers it; nothing may touch the sender here once it was handed over."""
-
-        def answer(outcome: bytes | PhotonError) -> None:
-            if isinstance(outcome, PhotonError):
-                _refuse(sender, outcome)
-            else:
-                _send(sender, "trace", outcome)
-
         engine, ticks, seconds = (_value(request, key) for key in ("engine", "ticks", "seconds"))
         self._supervisor.trace(
             self._index if engine is None else engine,
             TRACE_TICKS if ticks is None else ticks,
             TRACE_S if seconds is None else seconds,
-            answer,
+            lambda outcome: _answer(sender, "trace", outcome),
         )
 
 
-def _send(sender: Any, name: str, text: bytes) -> None:
-    response = pb_utils.InferenceResponse([pb_utils.Tensor(name, np.array([text], dtype=np.object_))])
-    sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def _refuse(sender: Any, error: PhotonError) -> None:
-    code = getattr(pb_utils.TritonError, error.code)
-    response = pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+def _answer(sender: Any, name: str, outcome: bytes | PhotonError) -> None:
+    if isinstance(outcome, PhotonError):
+        error = pb_utils.TritonError(str(outcome), getattr(pb_utils.TritonError, outcome.code))
+        response = pb_utils.InferenceResponse(error=error)
+    else:
+        response = pb_utils.InferenceResponse([pb_utils.Tensor(name, np.array([outcome], dtype=np.object_))])
     sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 

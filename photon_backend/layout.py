@@ -224,7 +224,7 @@ def free_ports(host: str, number: int) -> list[int]:
     """Different ports that nobody has now. They lie below those that the kernel gives to outgoing connections, or
     one of these might take a port before we bind it. Raises LaunchError."""
     end = 1 << 15  # the kernel's own default
-    with contextlib.suppress(OSError):  # not every sandbox shows it
+    with contextlib.suppress(OSError):  # not every container shows it
         end = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     ports = range(FIRST_PORT, end if end > 2 * FIRST_PORT else 1 << 16)
     free: list[int] = []

@@ -64,11 +64,7 @@ class Recordings:
         """What an engine said."""
         for message in messages:
             if isinstance(message, Recorded | Failed) and message.request_id in self._open:
-                if isinstance(message, Failed):
-                    self._end(message.request_id, PhotonError(message.code, message.message))
-                else:
-                    document = chrome({f"engine {peer.index}": message.spans})
-                    self._end(message.request_id, msgspec.json.encode(document))
+                self._end(message.request_id, _outcome(peer, message))
 
     def turn(self, peers: list[EnginePeer], lost: list[EnginePeer]) -> None:
         """Sends what was asked for; answers for engines that are gone, and everybody when the server drains."""
@@ -99,3 +95,13 @@ class Recordings:
             answer(outcome)
         except Exception:  # of Triton's binding
             log.exception("a trace could not be answered")
+
+
+def _outcome(peer: EnginePeer, message: Recorded | Failed) -> bytes | PhotonError:
+    if isinstance(message, Failed):
+        return PhotonError(message.code, message.message)
+    try:
+        return msgspec.json.encode(chrome({f"engine {peer.index}": message.spans}))
+    except Exception:
+        log.exception("a trace could not be written")
+        return PhotonError("INTERNAL", "the trace could not be written; the server's log says why")

@@ -257,6 +257,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
         value = os.environ.get(variable) or default
         kind = type(default)
         parser.add_argument(f"--{name}", default=value, type=kind, help=f"{text} [{variable}, {value}]", **more)  # type: ignore[arg-type]
+        choices = more.get("choices")
+        if isinstance(choices, list) and value not in choices:  # argparse does not look at a default
+            parser.error(f"{variable} must be one of {', '.join(choices)}, got {value}")
 
     option("checkpoint", str(TINY_CHECKPOINT), "directory with config.json, model.safetensors, tokenizer.json")
     option("device", "cpu", "cpu or cuda")

@@ -90,7 +90,7 @@ class Supervisor:
         self._closing = True
         self._thread.join(2 * STOP_S)  # it may wait in a send that nobody takes
         if self._thread.is_alive() or self._recordings.num_open:
-            log.error("Triton removed this instance with %d open traces", self._recordings.num_open)
+            log.error("Triton ends this instance with %d open traces, or a call to it hangs", self._recordings.num_open)
             os._exit(1)
         os.close(self._wake_fd)
         self._sign.withdraw()

@@ -2,9 +2,10 @@
 
     ms = fixed + per crop * crops + per token * tokens
 
-Each measured step moves the three half of the way to values that would have predicted it, the first one all the way,
-and none below 0. So a wrong first value (kernels that were compiled in it) is forgotten after some steps, and a mix of
-steps tells pictures and prompts apart. Price: noise of one step moves the next prediction by half of it.
+Each measured step moves the three half of the way to values that would have predicted it, the first one, and the
+first one with crops, all the way, and none below 0. So a wrong first value (kernels that were compiled in it) is
+forgotten after some steps, and a mix of steps tells pictures and prompts apart. Price: noise of one step moves the next
+prediction by half of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class PrefillCost:
         amounts = (1, crops, tokens)
         error = ms - sum(cost * amount for cost, amount in zip(self._costs, amounts, strict=True))
         shares = [scale * scale * amount for scale, amount in zip(SCALES, amounts, strict=True)]
-        move = (0.5 if self._measured else 1.0) * error / sum(s * a for s, a in zip(shares, amounts, strict=True))
+        known = self._measured and (self._measured_crops or not crops)
+        move = (0.5 if known else 1.0) * error / sum(s * a for s, a in zip(shares, amounts, strict=True))
         self._costs = [max(0.0, cost + move * share) for cost, share in zip(self._costs, shares, strict=True)]
         self._measured = True
         self._measured_crops = self._measured_crops or crops > 0

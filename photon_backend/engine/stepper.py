@@ -157,8 +157,9 @@ class Stepper:
 
     def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
         """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
+        last, self._last_done = self._last_done, None  # time lost to a step that fails is no bubble
         step.copied.wait()
-        self._account(step)
+        self._account(step, last)
         if self.trace.on:
             for lane, begun, ended in step.spans:
                 self.trace.device(lane, step.index, begun, ended)
@@ -167,11 +168,11 @@ class Stepper:
         assert not self.debug or min(ids) >= 0, "a mirror was read before its copy had landed"
         return ids, slot.host_values[:number].tolist()
 
-    def _account(self, step: Step) -> None:
+    def _account(self, step: Step, last: Event | None) -> None:
         """The bubble: what the device did nothing between two steps that followed each other. No call here waits."""
         self.busy_ms += step.done.ms_since(step.begun)
-        if self._last_done is not None:
-            self.idle_ms += step.begun.ms_since(self._last_done)
+        if last is not None:
+            self.idle_ms += step.begun.ms_since(last)
         self._last_done = step.done
 
     def pause(self) -> None:

@@ -89,9 +89,9 @@ class Recorder:
             self._answer(Recorded(self._asked[1].request_id, self._trace.stop()))
 
     def drop(self, client: bytes) -> None:
-        """The client is gone."""
+        """The client is gone, or was silent for so long that it counts as gone; then it will hear this."""
         if self._asked is not None and self._asked[0] == client:
-            self._forget()
+            self.fail(unavailable("the trace's client was silent for too long", 5))
 
     def fail(self, error: PhotonError) -> None:
         if self._asked is not None:

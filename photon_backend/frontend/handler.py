@@ -116,7 +116,8 @@ class Handler:
         os.eventfd_write(self._wake_fd, 1)
         self._owner.join(CLOSE_S)
         if self._owner.is_alive() or self._open or self._inbox:
-            log.error("Triton removed this instance with %d open requests, which cannot be answered", len(self._open))
+            number = len(self._open) + len(self._inbox)
+            log.error("Triton removed this instance with %d open requests, which cannot be answered", number)
             os._exit(1)
         self._sign.withdraw()
         self._decoders.shutdown(wait=False, cancel_futures=True)
@@ -130,7 +131,8 @@ class Handler:
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
                 time.sleep(CANCEL_POLL_MS / 1000)  # a fault that stays must not take a whole core
         self._link.close()
-        self._reports.send(self._tally, len(self._open))
+        for _ in range(2):  # a report that waits goes first
+            self._reports.send(self._tally, len(self._open))
         self._reports.close()
 
     def _turn(self) -> None:
@@ -314,7 +316,13 @@ class Handler:
         waiting = [item for item in self._open.items() if not item[1].cancel_sent]
         start = self._cancel_cursor % max(1, len(waiting))
         for request_id, request in (waiting[start:] + waiting[:start])[:CANCEL_POLL_MAX]:
-            if request.sender.is_cancelled():
+            try:
+                left = request.sender.is_cancelled()
+            except Exception as error:  # of Triton's binding; the others must not pay for it
+                self._cancel(request_id, request)
+                self._respond(request_id, request, _failure(_as_photon_error(error, "a client could not be asked for")))
+                continue
+            if left:
                 self._cancel(request_id, request)
         self._cancel_cursor = start + CANCEL_POLL_MAX
 

@@ -3,7 +3,7 @@
     OUT/state-STAGE-STEP/part-0.safetensors, part-1.safetensors, ...
 
 The directory appears by one rename when it is complete, and the one before goes then, so whenever a training is killed
-one whole state is there. The pieces are at most 15 MiB each, since some ways out of a machine take small files only.
+one whole state is there. The pieces are at most 15 MiB each, so that they pass where larger files do not.
 """
 
 from __future__ import annotations

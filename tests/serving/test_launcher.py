@@ -14,7 +14,7 @@ import pytest
 
 from photon_backend import layout
 from photon_backend.layout import LaunchError
-from photon_backend.serve import start_server
+from photon_backend.serve import parse_arguments, start_server
 
 FREE = {"HTTP_PORT": 0}
 
@@ -95,3 +95,13 @@ def test_command_line_reports_in_one_sentence(tmp_path: Path) -> None:
     )
     assert done.returncode == 1
     assert done.stderr == f"photon: The checkpoint {tmp_path / 'nowhere'} has no config.json.\n"
+
+
+@pytest.mark.parametrize(("variable", "value"), [("LOG_LEVEL", "debug"), ("DTYPE", "float8")])
+def test_variable_that_is_no_choice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str
+) -> None:
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit):
+        parse_arguments([])
+    assert f"{variable} must be one of" in capsys.readouterr().err

@@ -44,9 +44,14 @@ def client(traced: Server) -> Iterator[Client]:
 
 
 def status_of(server: Server, engine: int) -> dict[str, Any]:
-    while (status := doors.status(server))["engine"] != engine:
-        pass
-    return status
+    found: dict[str, Any] = {}
+
+    def asked() -> bool:
+        found.update(doors.status(server))
+        return bool(found["engine"] == engine)
+
+    wait_until(asked, PATIENCE, "that engine's supervisor answers")
+    return found
 
 
 @pytest.fixture
@@ -125,7 +130,7 @@ def test_nobody_waits_for_a_trace(traced: Server, client: Client, pictures: list
             assert status_of(traced, engine)["up"]
         assert client.caption(pictures[0], **SHORT)["caption"]
         assert not any(future.done() for future in asked)
-        documents = [future.result(timeout=PATIENCE) for future in asked]
+        documents = [future.result(timeout=2 * PATIENCE) for future in asked]
     assert [engine_of(document) for document in documents] == [0, 1]
     assert sum(len(lanes(document)["prefill"]) for document in documents) == 1
 
@@ -133,7 +138,7 @@ def test_nobody_waits_for_a_trace(traced: Server, client: Client, pictures: list
 def long_trace(client: Client, engine: int) -> dict[str, Any]:
     while True:
         try:
-            return client.trace(2000, 20.0, engine)
+            return client.trace(2000, 30.0, engine)
         except Unavailable as error:
             if "another trace" not in error.message:  # one of `refused` below
                 raise
@@ -189,7 +194,7 @@ def test_an_engine_that_dies_meanwhile(traced: Server, client: Client) -> None:
         os.kill(status_of(traced, 1)["pid"], signal.SIGKILL)
         with pytest.raises(Unavailable, match=r"^\[UNAVAILABLE\] the engine ended while the trace was recorded"):
             asked[1].result(timeout=PATIENCE)
-        assert engine_of(asked[0].result(timeout=PATIENCE)) == 0
+        assert engine_of(asked[0].result(timeout=2 * PATIENCE)) == 0
     wait_until(lambda: status_of(traced, 1)["up"], PATIENCE, "back")
     wait_until(lambda: not refused(client, 1), PATIENCE, "records again")
 
