@@ -10,10 +10,9 @@ hardly ever end an answer by themselves: it has as many tokens as were asked for
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import random
 import shutil
-import string
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from photon_backend.config import TINY_CHECKPOINT
 from photon_backend.model.config import ModelConfig, load_config
 from photon_backend.model.weights import random_model, save_checkpoint
 
+LETTERS = "etaoinshrdlucmfwypvbgkjqxz"  # the common ones more often
 NUM_CONTROL = 32  # ids at the start that spell nothing; Moondream's own lie below 10
 
 
@@ -36,25 +36,25 @@ def write_checkpoint(directory: Path, shape: str, device: str, dtype: str, seed:
 
 
 def made_up_tokenizer(size: int) -> dict[str, object]:
-    """`tokenizer.json` of a byte-level BPE with `size` ids: control tokens, 256 bytes, then pairs and triples of ASCII
-    characters, each with the merge that makes it."""
+    """`tokenizer.json` of a byte-level BPE with `size` ids: control tokens, 256 bytes, then made-up words of a length
+    like that of real ones, with their beginnings, since a merge makes each piece from the one before and a letter."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     control = [f"<|{number}|>" for number in range(NUM_CONTROL)]
-    letters = string.ascii_letters + string.digits + "Ġ"  # Ġ is how byte-level BPE writes a space
-    pairs = ["".join(pair) for pair in itertools.product(letters, repeat=2)]
-    triples = ("".join(pair) + letter for pair, letter in itertools.product(pairs, letters))
-    vocabulary = [*control, *sorted(ByteLevel.alphabet()), *pairs]
-    vocabulary += itertools.islice(triples, size - len(vocabulary))
-    merges = [[piece[:-1], piece[-1]] for piece in vocabulary[NUM_CONTROL + 256 :]]
+    pieces = [*control, *sorted(ByteLevel.alphabet())]
+    words: dict[str, None] = {}  # in the order of their merges
+    chance = random.Random(0)
+    while len(words) < size - len(pieces):
+        word = "".join(chance.choices(LETTERS, range(len(LETTERS), 0, -1), k=chance.choice([2, 3, 4, 5, 6, 7, 8, 10])))
+        word = chance.choice(["Ġ", "", ""]) + chance.choice([word, word.capitalize()])  # Ġ: a space, in byte-level BPE
+        words |= dict.fromkeys(word[:end] for end in range(2, len(word) + 1))
+    pieces += list(words)[: size - len(pieces)]
+    merges = [[piece[:-1], piece[-1]] for piece in pieces[NUM_CONTROL + 256 :]]
     level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    special = [
-        {"id": number, "content": name, "special": True}
-        | dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        for number, name in enumerate(control)
-    ]
-    model = {"type": "BPE", "vocab": {piece: number for number, piece in enumerate(vocabulary)}, "merges": merges}
-    return {"version": "1.0", "added_tokens": special, "pre_tokenizer": level, "decoder": level, "model": model}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    added = [{"id": number, "content": name} | flags for number, name in enumerate(control)]
+    model = {"type": "BPE", "vocab": {piece: number for number, piece in enumerate(pieces)}, "merges": merges}
+    return {"version": "1.0", "added_tokens": added, "pre_tokenizer": level, "decoder": level, "model": model}
 
 
 def main() -> None:

@@ -27,9 +27,11 @@ from pathlib import Path
 import msgspec
 import torch
 
-from benchmarks.constraint_parts import measure_parts, write_made_up_checkpoint
+from benchmarks.checkpoints import made_up_tokenizer
+from benchmarks.constraint_parts import measure_parts
 from benchmarks.decode import Load, load_any, parser_of, settings_of
 from photon_backend.config import Settings
+from photon_backend.model.config import ModelConfig
 from photon_backend.model.moondream import Moondream
 from photon_backend.protocol import Failed, FromEngine, GrammarSpec, Submit
 
@@ -151,7 +153,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:
         made_up = Path(directory)
-        write_made_up_checkpoint(made_up)
+        (made_up / "tokenizer.json").write_text(json.dumps(made_up_tokenizer(ModelConfig().text.vocab_size)))
         name = "moondream2, random" if options.random_weights else Path(options.checkpoint).name
         model = load_any(options)
         if options.random_weights:

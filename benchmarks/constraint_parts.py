@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,11 +17,9 @@ from photon_backend.grammar.automaton import compile_automaton
 from photon_backend.grammar.constraint import fill_lines
 from photon_backend.grammar.matcher import Prototypes, Vocabulary
 from photon_backend.grammar.spelling import Spelling, read_spelling
-from photon_backend.grammar.spelling import _byte_of_character as byte_of_character
 from photon_backend.model.config import ModelConfig
 from photon_backend.protocol import GrammarSpec
 
-NUM_CONTROL = 32  # tokens of the made-up vocabulary without a spelling
 FIVE_FIELDS = {
     "type": "object",
     "properties": {
@@ -41,26 +38,6 @@ COMPILED = {
     "five-field JSON": GrammarSpec("json_schema", json.dumps(FIVE_FIELDS)),
     "string of 100": GrammarSpec("json_schema", '{"type":"string","maxLength":100}'),
 }
-
-
-def write_made_up_checkpoint(directory: Path) -> None:
-    """tokenizer.json of Moondream 2's number of tokens: every byte, then words of a length like that of real ones."""
-    size = ModelConfig().text.vocab_size
-    chance = random.Random(0)
-    letters = "etaoinshrdlucmfwypvbgkjqxz"
-    words = {bytes([byte]) for byte in range(256)}
-    while len(words) < size - NUM_CONTROL:
-        word = "".join(chance.choices(letters, range(26, 0, -1), k=chance.choice([2, 3, 4, 5, 6, 7, 8, 10])))
-        words.add(chance.choice([" ", "", ""]).encode() + chance.choice([word, word.capitalize()]).encode())
-    character = {byte: c for c, byte in byte_of_character().items()}
-    pieces = [f"<|{i}|>" for i in range(NUM_CONTROL)]
-    pieces += ["".join(character[byte] for byte in word) for word in sorted(words)]
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
-    added = [{"id": i, "content": pieces[i]} | flags for i in range(NUM_CONTROL)]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": {piece: i for i, piece in enumerate(pieces)}, "merges": []}
-    document = {"version": "1.0", "added_tokens": added, "pre_tokenizer": byte_level, "decoder": byte_level}
-    (directory / "tokenizer.json").write_text(json.dumps(document | {"model": model}), encoding="utf-8")
 
 
 def compile_times(spelling: Spelling, vocabulary: Vocabulary | None) -> list[dict]:

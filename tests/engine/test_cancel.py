@@ -50,9 +50,9 @@ def test_a_cancel_frees_within_two_steps(make_bench, checkpoint, state: str, oth
     assert bench.answers["victim"].reason == "cancelled", "told at once, its row not being free yet"
     while len(bench.engine.scheduler.running) > rows or bench.engine.scheduler.waiting:
         assert bench.tick()
+    assert [bench.answers[f"other {number}"].end for number in range(others)] == [None] * others
     assert committed(bench) - before <= 2
     assert bench.engine.pool.num_used == held
-    assert all(bench.answers[f"other {number}"].end is None for number in range(others))
     bench.engine.drop_client(CLIENT)
     bench.drain()
     bench.assert_baseline()

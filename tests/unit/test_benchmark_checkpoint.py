@@ -21,4 +21,4 @@ def test_every_id_is_text_and_questions_are_encoded(tmp_path: Path) -> None:
     ids = tokenizer.encode(question)
     assert tokenizer.decode(ids) == question and len(ids) < len(question)
     pieces = [tokenizer.decode([number]) for number in range(NUM_CONTROL + 256, size, 97)]
-    assert all(piece.isascii() and 2 <= len(piece) <= 3 for piece in pieces)
+    assert all(piece.isascii() and len(piece) >= 2 for piece in pieces)
