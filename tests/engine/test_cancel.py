@@ -35,6 +35,7 @@ def reach(bench: Bench, state: str) -> None:
 @pytest.mark.parametrize("state", ["submitted", "waits for its picture", "prefill in flight", "decoding"])
 def test_a_cancel_frees_within_two_steps(make_bench, checkpoint, state: str, others: int, overlap: bool):
     bench = make_bench(overlap=overlap, prefix_cache=False)
+    bench.engine.stepper.runner.rows.forbid(bench.engine.config.tokenizer.eos_id)  # nobody ends by itself
     for number in range(others):
         bench.submit(*request(f"other {number}", checkpoint, number, picture="tall", **LONG))
     while len(bench.engine.scheduler.running) < others:
