@@ -29,7 +29,7 @@ import torch
 
 from benchmarks.checkpoints import made_up_tokenizer
 from benchmarks.constraint_parts import measure_parts
-from benchmarks.decode import Load, load_any, parser_of, settings_of
+from benchmarks.decode import Load, load_any, load_settings, parser_of
 from photon_backend.config import Settings
 from photon_backend.model.config import ModelConfig
 from photon_backend.model.moondream import Moondream
@@ -106,7 +106,7 @@ def kinds() -> dict[str, list[GrammarSpec | None]]:
 
 def settings_for(options: argparse.Namespace, batch: int, overlap: bool) -> Settings:
     """Pages for these rows only: two engines share the memory, and the next batch size finds it free."""
-    settings = settings_of(options, batch, overlap)
+    settings = load_settings(options, batch, overlap)
     per_row = -(-(options.context + options.tokens) // settings.page_size) + 1
     return msgspec.structs.replace(settings, pages=batch * per_row)
 

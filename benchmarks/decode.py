@@ -21,6 +21,7 @@ import argparse
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -86,7 +87,7 @@ def measure_modes(
     options: argparse.Namespace, model: Moondream, batch: int, modes: list[bool]
 ) -> list[dict[str, float]]:
     """The median run of each mode; the modes take turns, so a busy machine hits all of them."""
-    loads = [Load(settings_of(options, batch, overlap), model, options.context) for overlap in modes]
+    loads = [Load(load_settings(options, batch, overlap), model, options.context) for overlap in modes]
     for load in loads:
         load.measure(batch, 8)  # warm-up
     runs = [[load.measure(batch, options.tokens) for load in loads] for _ in range(options.repeat)]
@@ -96,18 +97,24 @@ def measure_modes(
     return [sorted(of_mode, key=lambda r: r["step_ms"])[options.repeat // 2] for of_mode in by_mode]
 
 
-def settings_of(options: argparse.Namespace, batch: int, overlap: bool) -> Settings:
-    return Settings(
-        checkpoint=options.checkpoint,
-        device=options.device,
-        dtype=options.dtype,
-        rows=batch,
-        overlap=overlap,
-        graphs=not options.no_graphs,
-        kernels=not options.no_kernels,
-        max_waiting=batch,
-        prefill_tokens=max(4096, batch * options.context),
-    )
+def settings_of(options: argparse.Namespace, rows: int, **changes: Any) -> Settings:
+    """Of an engine with so many rows, by the options of `parser_of`; `changes` are fields of Settings."""
+    of_options: dict[str, Any] = {
+        "checkpoint": options.checkpoint,
+        "device": options.device,
+        "dtype": options.dtype,
+        "overlap": not options.no_overlap,
+        "graphs": not options.no_graphs,
+        "kernels": not options.no_kernels,
+        "prefix_cache": not options.no_prefix_cache,
+    }
+    return Settings(rows=rows, **(of_options | changes))
+
+
+def load_settings(options: argparse.Namespace, batch: int, overlap: bool) -> Settings:
+    """Of a `Load`: all its requests are prefilled in one step."""
+    tokens = max(4096, batch * options.context)
+    return settings_of(options, batch, overlap=overlap, max_waiting=batch, prefill_tokens=tokens)
 
 
 def floor_ms(model: Moondream, batch: int, context: int) -> float:
@@ -136,6 +143,7 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--no-overlap", action="store_true", help="the blocking loop only")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--no-kernels", action="store_true")
+    parser.add_argument("--no-prefix-cache", action="store_true")
     return parser
 
 

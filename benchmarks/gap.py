@@ -21,9 +21,8 @@ import time
 import numpy as np
 import torch
 
-from benchmarks.decode import load_any, parser_of
+from benchmarks.decode import load_any, parser_of, settings_of
 from benchmarks.requests import CLIENT, PICTURE, PROMPT_WORDS, wait_for
-from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
@@ -34,16 +33,7 @@ STREAM_TOKENS = 1900  # or what the context leaves; a stream that ends is starte
 
 class Mix:
     def __init__(self, options: argparse.Namespace, model: Moondream, bound_ms: float) -> None:
-        settings = Settings(
-            checkpoint=options.checkpoint,
-            device=options.device,
-            dtype=options.dtype,
-            rows=options.streams + options.clients,
-            overlap=not options.no_overlap,
-            graphs=not options.no_graphs,
-            kernels=not options.no_kernels,
-            max_decode_gap_ms=bound_ms,
-        )
+        settings = settings_of(options, options.streams + options.clients, max_decode_gap_ms=bound_ms)
         self.engine = Engine(settings, self._emit, model)
         self.pixels, self.tiling = make_crops(np.zeros((*PICTURE, 3), np.uint8), self.engine.config.vision)
         self.prefills: list[float] = []  # ms of the device

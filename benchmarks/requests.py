@@ -22,8 +22,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from benchmarks.decode import load_any, parser_of
-from photon_backend.config import Settings
+from benchmarks.decode import load_any, parser_of, settings_of
 from photon_backend.engine.engine import Engine
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
@@ -46,17 +45,7 @@ class Workload:
     """Sends requests to a running engine and notes when each began and ended."""
 
     def __init__(self, options: argparse.Namespace, model: Moondream, rows: int) -> None:
-        settings = Settings(
-            checkpoint=options.checkpoint,
-            device=options.device,
-            dtype=options.dtype,
-            rows=rows,
-            overlap=not options.no_overlap,
-            graphs=not options.no_graphs,
-            kernels=not options.no_kernels,
-            prefix_cache=not options.no_prefix_cache,
-            max_waiting=options.requests,
-        )
+        settings = settings_of(options, rows, max_waiting=options.requests)
         self.engine = Engine(settings, self._emit, model)
         special = self.engine.config.tokenizer
         self.engine.stepper.runner.rows.forbid(special.eos_id)
@@ -133,7 +122,6 @@ def main() -> int:
     parser.add_argument("--clients", default="1,16,64", help="open requests of the closed loop")
     parser.add_argument("--rate", type=float, default=0.0, help="requests per second of an open loop instead")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--no-prefix-cache", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, results = load_any(options), []

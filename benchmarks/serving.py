@@ -29,6 +29,7 @@ import msgspec
 import torch
 
 from benchmarks.checkpoints import write_checkpoint
+from benchmarks.decode import parser_of, settings_of
 from benchmarks.load import Generator, Target, measure
 from benchmarks.requests import wait_for
 from benchmarks.traffic import Ask, make_pictures
@@ -107,7 +108,7 @@ def engine_alone(options: argparse.Namespace, settings: Settings, image: bytes) 
     results = {}
     for streams in options.streams:
         results[streams] = alone.run(streams, options.seconds)
-        print(row("engine alone", streams, results[streams]), flush=True)
+        print(line("engine alone", streams, results[streams]), flush=True)
     alone.engine.stop()
     del alone
     gc.collect()
@@ -139,49 +140,28 @@ def through_triton(
             result = {"tokens_per_s": measured["tokens_per_s"], "first_ms": measured["first_ms"][0]}
             result["of_engine"] = result["tokens_per_s"] / alone[streams]["tokens_per_s"]
             result["first_more_ms"] = result["first_ms"] - alone[streams]["first_ms"]
-            print(row(f"{front_ends} front ends", streams, result), flush=True)
+            print(line(f"{front_ends} front ends", streams, result), flush=True)
             results.append({"front_ends": front_ends, "streams": streams} | result)
         generator.close()
     return results
 
 
-def row(name: str, streams: int, result: dict[str, float]) -> str:
+def line(name: str, streams: int, result: dict[str, float]) -> str:
     text = f"{name:>14} {streams:>8} {result['tokens_per_s']:>10.0f} {result['first_ms']:>10.1f}"
     return text + (f" {result['of_engine']:>10.2f} {result['first_more_ms']:>+10.1f}" if "of_engine" in result else "")
-
-
-def settings_of(options: argparse.Namespace, checkpoint: str) -> Settings:
-    rows = max(options.streams)
-    positions = 1024 if options.random_weights else 512  # of one stream, picture, question and answer
-    return Settings(
-        checkpoint=checkpoint,
-        device=options.device,
-        dtype=options.dtype,
-        rows=rows,
-        pages=(rows + 1) * positions // 16,
-        overlap=not options.no_overlap,
-        graphs=not options.no_graphs,
-        kernels=not options.no_kernels,
-        prefix_cache=not options.no_prefix_cache,
-    )
 
 
 def parse() -> argparse.Namespace:
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--random-weights", action="store_true", help="Moondream 2's shape, not the bundled one's")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32")
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=numbers, default=[1, 4, 16, 64])
     parser.add_argument("--front-ends", type=numbers, default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=128, help="of an answer [%(default)s]")
-    parser.add_argument("--seconds", type=float, default=5, help="of each row [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=5, help="of each line [%(default)s]")
     parser.add_argument("--processes", type=int, default=max(1, min(8, (os.cpu_count() or 2) // 2)), help="of clients")
     parser.add_argument("--engine-python", default="", help="interpreter of the engine process")
-    for name in ("overlap", "graphs", "kernels", "prefix-cache"):
-        parser.add_argument(f"--no-{name}", action="store_true")
     return parser.parse_args()
 
 
@@ -192,7 +172,8 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         write_checkpoint(Path(directory), shape, options.device, options.dtype)
-        settings = settings_of(options, directory)
+        rows, positions = max(options.streams), 1024 if options.random_weights else 512  # of picture, prompt and answer
+        settings = settings_of(options, rows, checkpoint=directory, pages=(rows + 1) * positions // 16)
         print("                streams   tokens/s   first ms  of engine       more")
         alone = engine_alone(options, settings, image)
         for front_ends in options.front_ends:

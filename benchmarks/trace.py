@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib
 import torch
 
-from benchmarks.decode import Load, load_any, parser_of, settings_of
+from benchmarks.decode import Load, load_any, load_settings, parser_of
 from photon_backend.engine.trace import DEVICE_LANES, HOST_LANES, chrome
 from photon_backend.model.moondream import Moondream
 from photon_backend.protocol import Span
@@ -43,7 +43,7 @@ def trace_modes(options: argparse.Namespace, model: Moondream, batch: int, out: 
     """Records both modes, one after the other, and writes OUT.json and OUT.png."""
     recordings = {}
     for overlap in (False, True):
-        load = Load(settings_of(options, batch, overlap), model, options.context)
+        load = Load(load_settings(options, batch, overlap), model, options.context)
         recordings["pipelined" if overlap else "blocking"] = record(load, batch)
         load.close()
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -160,13 +160,19 @@ class Sender:
 
     def send(self, tally: Tally, running: int) -> None:
         """Never blocks, never raises: the publisher may go at any moment, and a poll before would not help."""
-        if self._report is None:
+        if self._is_sent():
             self._report = msgspec.msgpack.encode(tally.take(running))
-        try:
-            self._socket.send(self._report, zmq.NOBLOCK)
-        except zmq.Again:
-            return
-        self._report = None
+            self._is_sent()
+
+    def _is_sent(self) -> bool:
+        """Whether no report waits any longer."""
+        if self._report is not None:
+            try:
+                self._socket.send(self._report, zmq.NOBLOCK)
+            except zmq.Again:
+                return False
+            self._report = None
+        return True
 
     def close(self) -> None:
         self._socket.close(linger=1000)

@@ -172,9 +172,8 @@ def start_server(
     }
     with contextlib.ExitStack() as stack:
         stack.callback(private.remove)
-        output = stack.enter_context(log.open("ab")) if log else None
         secret = secrets.token_hex(16)
-        process = _start_triton(private, host, taken, log_level, environment, output, secret)
+        process = _start_triton(private, host, taken, log_level, environment, log, secret)
         server = Server(private, process, host, taken, secret)
         stack.callback(server.stop)
         stack.callback(server.drain, drain_s, _hurry)
@@ -189,7 +188,7 @@ def _start_triton(
     ports: Mapping[str, int],
     log_level: str,
     environment: Mapping[str, str],
-    output: IO[bytes] | None,
+    log: Path | None,
     secret: str,
 ) -> subprocess.Popen[bytes]:
     level = list(LEVELS).index(log_level)
@@ -235,17 +234,17 @@ def _start_triton(
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches the launcher only, which ends the rest in order
     )
-    threading.Thread(target=_relay, args=(process.stdout, output), name="log", daemon=True).start()
+    threading.Thread(target=_relay, args=(process.stdout, log), name="log", daemon=True).start()
     return process
 
 
-def _relay(lines: IO[bytes], output: IO[bytes] | None) -> None:
-    """Copies what the processes print, without Triton's lines that mean nothing here."""
-    sink = output or sys.stderr.buffer
-    for line in lines:
-        if not any(noise in line for noise in NOISE):
-            sink.write(line)
-            sink.flush()
+def _relay(lines: IO[bytes], log: Path | None) -> None:
+    """Copies what the processes print, to their last word, without Triton's lines that mean nothing here."""
+    with log.open("ab") if log else contextlib.nullcontext(sys.stderr.buffer) as sink:
+        for line in lines:
+            if not any(noise in line for noise in NOISE):
+                sink.write(line)
+                sink.flush()
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -131,8 +131,7 @@ class Handler:
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
                 time.sleep(CANCEL_POLL_MS / 1000)  # a fault that stays must not take a whole core
         self._link.close()
-        for _ in range(2):  # a report that waits goes first
-            self._reports.send(self._tally, len(self._open))
+        self._reports.send(self._tally, len(self._open))
         self._reports.close()
 
     def _turn(self) -> None:

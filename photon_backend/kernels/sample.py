@@ -75,6 +75,21 @@ def _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, wo
 
 
 @triton.jit
+def _likeliest(line, of_state, table, bound, host_mask, width, words, MASKED: tl.constexpr, W: tl.constexpr):
+    """The legal id with the highest logit, the lowest such, and that logit."""
+    lane = tl.arange(0, 32)
+    best = tl.full((W, 32), float("-inf"), tl.float32)
+    best_id = tl.zeros((W, 32), tl.int32)
+    for begin in range(0, words, W):
+        word = begin + tl.arange(0, W)
+        ids = word[:, None] * 32 + lane[None, :]
+        value = _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED)
+        best_id = tl.where(value > best, ids, best_id)
+        best = tl.maximum(best, value)
+    return _first(best, best_id), tl.max(best)
+
+
+@triton.jit
 def _draw(
     line, of_state, table, bound, host_mask, width, words, high, temperature, top_p, top_k, key, weights, noisy,
     MASKED: tl.constexpr, W: tl.constexpr,
@@ -137,6 +152,23 @@ def _first_bin(line, bins, BINS: tl.constexpr):
 
 
 @triton.jit
+def _put_value(values, out_values, row, b, first, second):
+    """A coordinate, twice, or width and height: for the next step's input, and for the host."""
+    tl.store(values + row * 2, first)
+    tl.store(values + row * 2 + 1, second)
+    tl.store(out_values + b * 2, first)
+    tl.store(out_values + b * 2 + 1, second)
+
+
+@triton.jit
+def _move_on(tables, base, row_tables, row, table_states, table_state, bound, token):
+    """The row's token automaton takes the token, unless it does not hold yet."""
+    kind_of_token = tl.load(tables + base + token, bound, 0)
+    line_of_state = tl.load(row_tables + row * 3 + 1) + table_state * tl.load(row_tables + row * 3 + 2)
+    tl.store(table_states + row, tl.load(tables + line_of_state + kind_of_token, bound, 0).to(tl.int64), bound)
+
+
+@triton.jit
 def _sample(
     rows, logits, legal, host_masks, tables, row_tables, table_states, states, traits, positions, think_until,
     temperatures, top_ps, top_ks, seeds, points, extents, point_values, extent_values, scratch,
@@ -162,16 +194,7 @@ def _sample(
     of_state = legal + state * words
     host_mask = host_masks + b * words
 
-    lane = tl.arange(0, 32)
-    best = tl.full((W, 32), float("-inf"), tl.float32)
-    best_id = tl.zeros((W, 32), tl.int32)
-    for begin in range(0, words, W):
-        word = begin + tl.arange(0, W)
-        ids = word[:, None] * 32 + lane[None, :]
-        value = _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED)
-        best_id = tl.where(value > best, ids, best_id)
-        best = tl.maximum(best, value)
-    token = _first(best, best_id)
+    token, high = _likeliest(line, of_state, table, bound, host_mask, width, words, MASKED, W)
     temperature = tl.load(temperatures + row)
     draws = temperature > 0.0
     if SPATIAL:  # such a row's token is decided by its state
@@ -182,7 +205,7 @@ def _sample(
         key = _mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ _mix(position.to(tl.uint32))
         weights = scratch + b.to(tl.int64) * 2 * width
         token = _draw(
-            line, of_state, table, bound, host_mask, width, words, tl.max(best), temperature, tl.load(top_ps + row),
+            line, of_state, table, bound, host_mask, width, words, high, temperature, tl.load(top_ps + row),
             tl.load(top_ks + row), _mix(key), weights, weights + width, MASKED, W,
         )  # fmt: skip
 
@@ -195,24 +218,19 @@ def _sample(
         coordinate = (coordinate & (ends == 0)) | (thinks & (token == COORD))
         if coordinate:
             value = tl.load(point_values + _first_bin(points + b * point_bins, point_bins, POINT_BINS))
-            for i in tl.static_range(2):
-                tl.store(values + row * 2 + i, value)
-                tl.store(out_values + b * 2 + i, value)
+            _put_value(values, out_values, row, b, value, value)
         if size:
-            for i in tl.static_range(2):
-                extent = extents + (b * 2 + i) * extent_bins
-                value = tl.load(extent_values + _first_bin(extent, extent_bins, EXTENT_BINS))
-                tl.store(values + row * 2 + i, value)
-                tl.store(out_values + b * 2 + i, value)
+            line_of_bins = extents + b * 2 * extent_bins
+            across = tl.load(extent_values + _first_bin(line_of_bins, extent_bins, EXTENT_BINS))
+            down = tl.load(extent_values + _first_bin(line_of_bins + extent_bins, extent_bins, EXTENT_BINS))
+            _put_value(values, out_values, row, b, across, down)
         tl.store(kinds + row, tl.where(size, 2, tl.where(coordinate, 1, 0)).to(tl.int64))
     else:
         tl.store(kinds + row, tl.zeros((), tl.int64))
 
     answers = thinks & (token == ANSWER)
     tl.store(states + row, tl.where(answers, TEXT_FIRST, following))
-    kind_of_token = tl.load(tables + base + token, bound, 0)
-    line_of_state = tl.load(row_tables + row * 3 + 1) + table_state * tl.load(row_tables + row * 3 + 2)
-    tl.store(table_states + row, tl.load(tables + line_of_state + kind_of_token, bound, 0).to(tl.int64), bound)
+    _move_on(tables, base, row_tables, row, table_states, table_state, bound, token)
     tl.store(next_tokens + row, token.to(tl.int64))
     tl.store(out_ids + b, token.to(tl.int64))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -50,6 +51,7 @@ class Bench:
         self.asked: list[str] = []
         self.pictures: dict[str, str] = {}
         self.deliver = True  # answer NeedPicture at once
+        self.ended = threading.Semaphore(0)  # once for each answer; for an engine that runs on its own thread
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
         for message in messages:
@@ -64,6 +66,7 @@ class Bench:
                 answer.values += message.values
             else:
                 answer.end = message
+                self.ended.release()
 
     def bring(self, request_id: str) -> None:
         pixels, tiling = make_crops(picture(self.pictures[request_id]), self.engine.config.vision)

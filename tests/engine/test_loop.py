@@ -335,22 +335,12 @@ def test_a_grammar_without_a_legal_token_fails_its_request_only(make_bench, chec
 
 
 def test_the_thread_answers_everything_and_stops(checkpoint):
-    done = threading.Semaphore(0)
     bench = Bench(checkpoint, rows=4)
-    inner = bench._emit
-
-    def emit(client, messages):
-        inner(client, messages)
-        for message in messages:
-            if isinstance(message, Done | Failed):
-                done.release()
-
-    bench.engine._emit = emit
     bench.engine.start()
     for i in range(20):
         bench.submit(*request(f"r{i}", checkpoint, i))
     for _ in range(20):
-        assert done.acquire(timeout=60)
+        assert bench.ended.acquire(timeout=60)
     deadline = time.monotonic() + 60
     while (status := bench.engine.status()).rows_in_use or status.submitted < 20:
         assert time.monotonic() < deadline

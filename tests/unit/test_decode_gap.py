@@ -20,6 +20,7 @@ from photon_backend.engine.sequence import Sequence
 from photon_backend.model.config import ModelConfig, TextConfig, VisionConfig
 from photon_backend.protocol import Sampling, Submit
 from tests.unit.front_end_parts import fuzz
+from tests.unit.scheduler_parts import commit_oldest
 
 CONFIG = ModelConfig(
     text=TextConfig(vocab_size=64, max_context=256),
@@ -62,15 +63,8 @@ class Loop:
         if plan.kind == "prefill":
             self.plans.append((plan, rows_wait, self.scheduler.cost.predict(plan.num_crops, plan.num_tokens)))
             self.admitted += plan.sequences
-        step = self.pipeline.launch(plan.kind, plan.sequences)
-        self.pipeline.sampled(step, None)
-        self.pipeline.commit_oldest()
-        for sequence in plan.sequences:
-            sequence.emitted += 1
-            if sequence.emitted == sequence.limit:
-                sequence.finished = "length"
-        for sequence in self.pipeline.retire(step):
-            self.scheduler.release(sequence)
+        self.pipeline.sampled(self.pipeline.launch(plan.kind, plan.sequences), None)
+        commit_oldest(self.pipeline, self.scheduler)
         if plan.kind == "prefill":
             fixed, crop, token = self.true_ms
             ms = fixed + crop * plan.num_crops + token * plan.num_tokens

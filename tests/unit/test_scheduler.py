@@ -15,6 +15,7 @@ from photon_backend.engine.scheduler import Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.model.config import ModelConfig, TextConfig, VisionConfig
 from photon_backend.protocol import Sampling, Submit
+from tests.unit.scheduler_parts import commit_oldest
 
 CONFIG = ModelConfig(
     text=TextConfig(vocab_size=64, max_context=48),
@@ -39,22 +40,13 @@ class Bench:
     def step(self) -> tuple[str, list[str]] | None:
         """Kind and requests of the next step, as soon as there is one; None when there never will be."""
         if self.pipeline.full:
-            self._commit()
+            commit_oldest(self.pipeline, self.scheduler)
         while (plan := self.scheduler.plan(self.pipeline.next_index)) is None and len(self.pipeline):
-            self._commit()
+            commit_oldest(self.pipeline, self.scheduler)
         if plan is None:
             return None
         self.pipeline.sampled(self.pipeline.launch(plan.kind, plan.sequences), None)
         return plan.kind, [sequence.request.request_id for sequence in plan.sequences]
-
-    def _commit(self) -> None:
-        step = self.pipeline.commit_oldest()
-        for sequence in step.sequences:
-            sequence.emitted += 1
-            if sequence.emitted == sequence.limit:
-                sequence.finished = "length"
-        for sequence in self.pipeline.retire(step):
-            self.scheduler.release(sequence)
 
 
 def test_prefill_and_decode_take_turns() -> None:
