@@ -24,7 +24,6 @@ from photon_backend.frontend.session import FrontEnd, RawRequest
 from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens
 from photon_backend.tiny import queries
 from photon_backend.tiny.json_queries import INTEGER, ask_json
-from photon_backend.tiny.question import Question
 from photon_backend.tiny.scenes import COLORS, Scene, make_scene
 
 CLIENT = b"evaluate"
@@ -51,17 +50,13 @@ def tasks_of(scene: Scene) -> Iterator[Task]:
             category = "json, keys by schema" if question.keys_given else "json"
             yield Task(category, question.text, option, json.loads(question.answer))
     for _ in range(CHOICES):
-        color = _ask(queries.ask_color, rng, scene)
+        color = queries.ask_color(rng, scene)
         if color is not None and color.answer in COLORS:
             yield Task("choice of colors", color.text, {"choice": [*COLORS]}, color.answer)
     for _ in range(NUMBERS):
-        count = _ask(queries.ask_count, rng, scene)
+        count = queries.ask_count(rng, scene)
         if count is not None:
             yield Task("count as integer", count.text, {"json_schema": INTEGER}, int(count.answer))
-
-
-def _ask(asker: Any, rng: random.Random, scene: Scene) -> Question | None:
-    return asker(rng, scene)
 
 
 @dataclass
