@@ -137,7 +137,7 @@ class Runner:
         embeddings = self.model.text.wte
         position, pages = self._relay(row, rows.next_token, rows.position, rows.page_table, embeddings, self.scratch, x)
         if self.debug:
-            rows.next_token[row] = POISONED
+            rows.next_token.index_fill_(0, row, POISONED)
         if spatial:
             kind, value, region = rows.kind[row, None], rows.value[row], self.model.region
             x.copy_(torch.where(kind == COORDINATE, region.encode_coordinate(value[:, :1]), x))
@@ -163,7 +163,7 @@ class Runner:
         number, rows = len(batch), self.rows
         slot.load_rows([r.row for r in batch])
         row = slot.rows[:number]
-        rows.next_token.index_fill_(0, row, 0)  # `[row] = 0` would copy a 0 from pageable memory, and wait for it
+        rows.next_token.index_fill_(0, row, 0)
         rows.state[row] = self._upload([r.state for r in batch])
         rows.position[row] = self._upload([r.length for r in batch])
         rows.think_until[row] = self._upload([r.think_until for r in batch])

@@ -129,7 +129,7 @@ class RowAutomata:
     def start(self, row: Tensor, row_values: Tensor) -> None:
         """Rows int64 [B] begin anew with row_values int64 [B, 3]."""
         self.row_values[row] = row_values
-        self.state[row] = 0
+        self.state.index_fill_(0, row, 0)  # `[row] = 0` waits for the device: it copies a 0 from pageable memory
 
     def masks(self, row: Tensor, bound: Tensor, vocabulary: int) -> Tensor:
         """Legal ids of rows int64 [B]: int32 [B, ceil(V / 32)]."""

@@ -75,6 +75,8 @@ class Batch:
             assert placed is not None
             tables.write(placed[0].base, tables.host_words(placed[0].automaton))
             row = torch.arange(i, self.batch, 3, device=DEVICE)
+            if not len(row):
+                continue
             self.rows.automata.start(row, torch.tensor([placed[0].row_values] * len(row), device=DEVICE))
             self.rows.automata.state[row] = torch.from_numpy(self.chance.randint(0, 4, len(row))).to(DEVICE)
 
