@@ -1,8 +1,8 @@
 """`make demo`: a real Triton server, the bundled model, one picture, questions through gRPC and HTTP.
 
 Everything asked has a known answer, and the exit code says whether all of them were right. A picture lies beside a JSON
-file of the same name with what is true of it, as `tiny/pictures.py` writes it; read here are `objects` (kind, box),
-`text` (or null) and `queries` (question, answer).
+file of the same name with what is true of it, as `tiny/pictures.py` writes it; read here are `background` (tone),
+`objects` (kind, color, box), `text` (or null) and `queries` (question, answer).
 """
 
 from __future__ import annotations
@@ -24,18 +24,37 @@ from PIL import Image
 from photon_backend.layout import LaunchError
 from photon_backend.serve import Server, start_server
 from photon_backend.tiny.pictures import DIRECTORY
-from photon_backend.tiny.scenes import Box, iou
+from photon_backend.tiny.scenes import COLORS, KINDS, TONES, Box, iou
 
-OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 64}  # greedy: the same answer every time
+OPTIONS: dict[str, Any] = {"temperature": 0, "max_tokens": 128}  # greedy: the same answer every time
+
+
+def _object(**properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": [*properties],
+        "additionalProperties": False,
+    }
+
+
+DESCRIBE = "Describe the picture as JSON."
+SCHEMA = _object(
+    background={"enum": [*TONES]},
+    objects={"type": "array", "maxItems": 12, "items": _object(color={"enum": [*COLORS]}, shape={"enum": [*KINDS]})},
+    text={"type": ["string", "null"], "maxLength": 8},
+)
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What is in the picture. `name` is what most of its objects are called, `boxes` are theirs."""
+    """What is in the picture. `name` is what most of its objects are called, `boxes` are theirs. `description` is the
+    JSON text that SCHEMA allows."""
 
     name: str
     boxes: list[Box]
     questions: list[tuple[str, str]]  # with the right answer; the last one is for HTTP
+    description: str
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -74,7 +93,8 @@ def richest_picture() -> Path:
 
 
 def read_truth(picture: Path) -> Truth:
-    """Questions with answers, and the kind of object that is there most often, from the JSON file beside a picture.
+    """Questions with answers, the kind of object that is there most often, and a description, from the JSON file beside
+    a picture.
 
     Raises OSError.
     """
@@ -82,7 +102,18 @@ def read_truth(picture: Path) -> Truth:
     objects = document["objects"]
     (name, _), *_ = Counter(thing["kind"] for thing in objects).most_common(1)
     boxes = [tuple(thing["box"]) for thing in objects if thing["kind"] == name]
-    return Truth(name, boxes, [(query["question"], query["answer"]) for query in document["queries"]])
+    questions = [(query["question"], query["answer"]) for query in document["queries"]]
+    return Truth(name, boxes, questions, _description(document))
+
+
+def _description(document: dict[str, Any]) -> str:
+    """As a constraint spells it: no white space, keys in the order of the schema."""
+    value = {
+        "background": document["background"]["tone"],
+        "objects": [{"color": thing["color"], "shape": thing["kind"]} for thing in document["objects"]],
+        "text": document["text"] and document["text"]["text"],
+    }
+    return json.dumps(value, separators=(",", ":"))
 
 
 class Demo:
@@ -103,6 +134,8 @@ class Demo:
             for question, answer in self.truth.questions[:-1]:
                 stream = client.query(self.picture, question, stream=True, timeout=60, **OPTIONS)["answer"]
                 self._show("query", question, "".join(stream), answer)
+            answer = client.query(self.picture, DESCRIBE, json_schema=SCHEMA, timeout=60, **OPTIONS)["answer"]
+            self._show("query", DESCRIBE, answer, self.truth.description)
             self._caption(client)
             objects = list(client.detect(self.picture, self.truth.name, stream=True, timeout=60)["objects"])
             self._places("detect", len(objects), _right_boxes(objects, self.truth.boxes))
