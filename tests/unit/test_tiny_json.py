@@ -162,4 +162,4 @@ def test_the_examples_of_the_grammar_page_print_what_it_says() -> None:
         expected.append(line.rpartition("# ")[2])
     with Service(Settings(threads=1)) as service:
         assert service.ask(requests) == expected
-    assert len(lines) >= 8
+    assert len(lines) >= 14
