@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import triton
 
+from photon_backend.engine.fused import FusedText
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.engine.rows import Rows
 from photon_backend.engine.runner import relay_in_torch
@@ -30,6 +31,7 @@ from photon_backend.engine.tables import AutomatonTables
 from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton
 from photon_backend.grammar.spatial import State
 from photon_backend.kernels import attention as attention_module
+from photon_backend.kernels import early as early_module
 from photon_backend.kernels import linear as linear_module
 from photon_backend.kernels import norm as norm_module
 from photon_backend.kernels import sample as sample_module
@@ -41,9 +43,10 @@ from photon_backend.kernels.sample import SampleKernel
 from photon_backend.model.config import ModelConfig, TextConfig
 from photon_backend.model.region import Region
 from photon_backend.model.text import rope_tables
+from photon_backend.model.weights import random_model
 
 GB_PER_S = 4200.0
-LAUNCHES = 24  # of a kernel in a graph: the layers of Moondream 2
+LAUNCHES = 24  # of a kernel in a graph, and the layers of Moondream 2
 Work = tuple[Callable[[], None], int, ModuleType | None]  # so many launches, bytes of one, whose SHAPE a sweep sets
 
 
@@ -89,7 +92,7 @@ def linears(model: ModelConfig, batch: int) -> dict[str, Work]:
 
         def work() -> None:
             for w in w_out:
-                linear_split(joined, w, sums)
+                linear_split(joined, w, sums, late=width)
 
         return work
 
@@ -157,6 +160,33 @@ def many(launch: Callable[[], object]) -> Callable[[], None]:
     return work
 
 
+def forwards(config: ModelConfig, batch: int) -> dict[str, Work]:
+    """The whole forward of a decode step by layer, and with each kernel launched only when the one before has ended."""
+    text, context = random_model(config, "cuda", torch.bfloat16, seed=0).requires_grad_(False).text, 800
+    pages = context // 16 + 1
+    cache = KVCache(config.text, batch * pages, 16, torch.device("cuda"), torch.bfloat16)
+    cache.k.normal_()
+    cache.v.normal_()
+    fused, start = FusedText(text, cache), torch.randn(batch, config.text.dim, device="cuda", dtype=torch.bfloat16)
+    table = torch.randperm(batch * pages, device="cuda").reshape(batch, pages)
+    x, position = start.clone(), torch.full((batch,), context, device="cuda")
+    logits = torch.empty(batch, config.text.vocab_size, device="cuda")
+
+    def forward(early: bool) -> None:
+        x.copy_(start)
+        early_module.ENABLED = early
+        fused.forward(x, position, table, logits)
+        early_module.ENABLED = True
+
+    weights = sum(p.numel() for name, p in text.named_parameters() if name != "wte")
+    kv = 2 * config.text.n_kv_heads * config.text.head_dim * context * batch
+    size = 2 * (weights // config.text.n_layers + kv)
+    return {
+        "forward": (partial(forward, True), size, None),
+        "forward, one by one": (partial(forward, False), size, None),
+    }
+
+
 SAMPLERS: dict[str, dict] = {  # flat logits are the worst case; a model that is sure is far cheaper
     "flat": {},
     "flat, top-p 0.9": {"top_p": 0.9},
@@ -220,8 +250,8 @@ def place_any(tables: AutomatonTables) -> tuple[int, int, int]:
 
 SWEEPS: dict[ModuleType, list[tuple[int, ...]]] = {
     linear_module: list(itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))),
-    attention_module: list(itertools.product((1, 2, 4, 8, 16), (32, 64), (2, 4))),
-    norm_module: [(2,), (4,), (8,), (16,)],
+    attention_module: list(itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2))),
+    norm_module: [(4,), (8,), (16,), (32,)],
     sample_module: [(b, w) for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16, 32) if 4 <= b // w // 32 <= 32],
 }
 
@@ -246,7 +276,9 @@ def main() -> None:
     options = parser.parse_args()
     config, results = ModelConfig(), []
     for batch in map(int, options.batch.split(",")):
-        works = [work for make in (linears, attentions, others, samplers) for work in make(config, batch).items()]
+        works = [
+            work for make in (linears, attentions, others, forwards, samplers) for work in make(config, batch).items()
+        ]
         for name, (work, size, module) in works:
             if not name.startswith(options.only):
                 continue

@@ -79,7 +79,7 @@ class FusedText:
             add_norm(x, parts, bias, block.ln.weight, block.ln.bias, normed)
             linear(normed, block.w_in, block.b_in, work, gelu_from=num_qkv, gap=width)
             attention(work, *self.cache.flat(layer), positions, pages, self.rope, attended)
-            parts, bias = linear_split(joined, block.w_out, sums), block.b_out
+            parts, bias = linear_split(joined, block.w_out, sums, late=width), block.b_out
         add_norm(x, parts, bias, self.post_ln.weight, self.post_ln.bias, normed)
         linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
 
@@ -93,5 +93,5 @@ class FusedText:
 
 
 def _splits(outputs: int) -> int:
-    """Enough programs for the chip's 132 multiprocessors twice over, at most 16 parts to add up."""
-    return max(1, min(16, triton.next_power_of_2(256 // triton.cdiv(outputs, 64))))
+    """A program for about each of the chip's 132 multiprocessors, at most 16 parts to add up."""
+    return max(1, min(16, triton.next_power_of_2(128 // triton.cdiv(outputs, 64))))

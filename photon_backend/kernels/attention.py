@@ -12,6 +12,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from photon_backend.kernels.early import early_launch
 
 
 @triton.jit
@@ -29,7 +32,11 @@ def _attend(
     qkv, qkv_stride, keys, values, positions, table, table_stride, cos_table, sin_table,
     part_out, part_max, part_sum, heads, kv_heads, scale,
     SPLITS: tl.constexpr, PAGE: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # no sooner: two kernels on, the second linear reads what was written before this wait
     b = tl.program_id(0)
     h = tl.program_id(1)
     split = tl.program_id(2)
@@ -82,8 +89,13 @@ def _attend(
 
 
 @triton.jit
-def _join(part_out, part_max, part_sum, out, out_stride, heads, SPLITS: tl.constexpr, E: tl.constexpr):
+def _join(
+    part_out, part_max, part_sum, out, out_stride, heads, SPLITS: tl.constexpr, E: tl.constexpr, EARLY: tl.constexpr
+):
     """Joins the stretches of one (row, head) into out[b, h * E : (h + 1) * E]."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     b = tl.program_id(0)
     h = tl.program_id(1)
     e = tl.arange(0, E)
@@ -146,6 +158,7 @@ class DecodeAttention:
             HALF=rope[0].shape[1],
             BLOCK=self.block,
             num_warps=self.warps,
+            **early_launch(out.device),
         )
         _join[(batch, self.heads)](
             self.part_out,
@@ -157,12 +170,13 @@ class DecodeAttention:
             SPLITS=self.splits,
             E=self.head_dim,
             num_warps=1,
+            **early_launch(out.device),
         )
 
 
 SHAPE: tuple[int, int, int] | None = None  # splits, BLOCK, warps for all launches; benchmarks set it
 
 
-def shape_for(batch: int, heads: int, programs: int = 8192) -> tuple[int, int, int]:
-    """Stretches per row, a power of two: about `programs` programs in all, 16 stretches at most; block; warps."""
-    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 64, 2
+def shape_for(batch: int, heads: int, programs: int = 2048) -> tuple[int, int, int]:
+    """Stretches per row, a power of two: about `programs` programs in all, 32 stretches at most; block; warps."""
+    return min(32, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 32, 1

@@ -3,6 +3,9 @@
 At M = 1..64 rows a linear is a read of its weights; the kernel's work is to keep enough of that read in flight. The
 weight tile is the left operand of the matrix product and the rows are the right one, so that the tensor cores' large
 side lies along the weights, and a layer with few outputs splits its K over several programs.
+
+A program that was launched early (early.py) begins with the part of K that is there already: in [proj | fc2] that is
+the MLP's hidden state, four fifths of the weights, read while attention still runs.
 """
 
 from __future__ import annotations
@@ -11,6 +14,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from photon_backend.kernels.early import early_launch
 
 SHAPE: tuple[int, int, int, int] | None = None  # BLOCK_N, BLOCK_K, warps, stages for all launches; benchmarks set it
 
@@ -21,21 +27,10 @@ def shape_for(rows: int) -> tuple[int, int, int, int]:
 
 
 @triton.jit
-def _linear(
-    x, w, bias, out, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split, gelu_from, gap, split_len,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-    EVEN: tl.constexpr,
+def _accumulate(
+    acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """out[split, m, n] = sum over the split's k of x[m, k] w[n, k] (+ bias[n]).
-
-    From n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or the split's K.
-    """
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
-    split = tl.program_id(1)
-    begin = split * split_len
-    end = tl.minimum(begin + split_len, k_in)
-    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    """acc[n, m] += sum over k in [begin, end) of w[n, k] x[m, k]."""
     for k0 in range(begin, end, BLOCK_K):
         k = k0 + tl.arange(0, BLOCK_K)
         tile = w + n[:, None].to(tl.int64) * w_stride + k[None, :]
@@ -43,8 +38,41 @@ def _linear(
             weights = tl.load(tile)
         else:
             weights = tl.load(tile, (n[:, None] < n_out) & (k[None, :] < end), 0.0)
-        rows = tl.load(x + m[None, :] * x_stride + k[:, None], (m[None, :] < m_rows) & (k[:, None] < end), 0.0)
+        # past L1, which may hold what these addresses held a layer ago: early programs have no wait behind them
+        place = x + m[None, :] * x_stride + k[:, None]
+        rows = tl.load(place, (m[None, :] < m_rows) & (k[:, None] < end), 0.0, cache_modifier=".cg")
         acc = tl.dot(weights, rows, acc)
+    return acc
+
+
+@triton.jit
+def _linear(
+    x, w, bias, out, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split, gelu_from, gap, late, splits,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
+    EVEN: tl.constexpr, ALL_LATE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """out[split, m, n] = sum over the split's k of x[m, k] w[n, k] (+ bias[n]).
+
+    A split has its share of k < late, which the kernel just before writes, and its share of the others. From
+    n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or a share of K.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    split = tl.program_id(1)
+    if EARLY:
+        gdc_launch_dependents()
+    acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    if not ALL_LATE:
+        share = tl.cdiv(tl.cdiv(k_in - late, splits), BLOCK_K) * BLOCK_K
+        begin = late + split * share
+        end = tl.minimum(begin + share, k_in)
+        acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
+    if EARLY:
+        gdc_wait()
+    share = tl.cdiv(tl.cdiv(late, splits), BLOCK_K) * BLOCK_K
+    begin = split * share
+    end = tl.minimum(begin + share, late)
+    acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
     if BIAS:
         acc += tl.load(bias + n, n < n_out, 0.0).to(tl.float32)[:, None]
     if GELU:
@@ -62,27 +90,29 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int 
     x [M, K], weight [N, K], bias [N] of one 16-bit dtype, out [M, N + gap] of any float dtype; the last dimension of
     each must be contiguous.
     """
-    _launch(x, weight, bias, out[None], gelu_from, gap, splits=1)
+    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1)
     return out
 
 
-def linear_split(x: Tensor, weight: Tensor, out: Tensor) -> Tensor:
+def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int) -> Tensor:
     """Partial sums over K: the sum of float32 out [splits, M, N] over its first dimension is x weight^T, without bias.
+
+    Of x only the first `late` columns may be written by the kernel just before. The others must be there when that
+    kernel ends its own wait, and it may release the next one no sooner.
 
     The sum is left to the kernel that needs it anyway (`norm.add_norm`), in a fixed order: atomics would make a token
     depend on timing.
     """
-    _launch(x, weight, None, out, None, 0, splits=out.shape[0])
+    _launch(x, weight, None, out, None, 0, late, splits=out.shape[0])
     return out
 
 
 def _launch(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, splits: int
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int
 ) -> None:
     rows, width = x.shape
     outputs = w.shape[0]
     block_n, block_k, warps, stages = shape_for(rows)
-    split_len = triton.cdiv(triton.cdiv(width, splits), block_k) * block_k
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,
@@ -98,15 +128,18 @@ def _launch(
         out.stride(0),
         outputs if gelu_from is None else gelu_from,
         gap,
-        split_len,
+        late,
+        splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
         BIAS=bias is not None,
         GELU=gelu_from is not None,
-        EVEN=outputs % block_n == 0 and width % block_k == 0,
+        EVEN=outputs % block_n == 0 and all(share % (splits * block_k) == 0 for share in (late, width - late)),
+        ALL_LATE=late == width,
         num_warps=warps,
         num_stages=stages,
+        **early_launch(x.device),
     )
 
 

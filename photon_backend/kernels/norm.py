@@ -6,13 +6,19 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from photon_backend.kernels.early import early_launch
 
 EPSILON = 1e-5  # of torch.nn.LayerNorm
 SHAPE: tuple[int] | None = None  # warps for all launches; benchmarks set it
 
 
 @triton.jit
-def _add_norm(x, parts, bias, weight, shift, normed, rows, width, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+def _add_norm(
+    x, parts, bias, weight, shift, normed, rows, width,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """x[m] += sum of parts[:, m] + bias; normed[m] = LayerNorm(x[m]). One program per row.
 
     Everything is loaded before the first reduction: a load behind one would wait for memory a second time.
@@ -22,6 +28,9 @@ def _add_norm(x, parts, bias, weight, shift, normed, rows, width, SPLITS: tl.con
     inside = d < width
     factor = tl.load(weight + d, inside, 0.0).to(tl.float32)
     addend = tl.load(shift + d, inside, 0.0).to(tl.float32)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
     value = tl.load(x + m * width + d, inside, 0.0).to(tl.float32)
     if SPLITS > 0:
         total = tl.load(bias + d, inside, 0.0).to(tl.float32)
@@ -43,6 +52,7 @@ def add_norm(x: Tensor, parts: Tensor | None, bias: Tensor, weight: Tensor, shif
     Without parts x stays as it is. All contiguous.
     """
     rows, width = x.shape
+    block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
         x,
         x if parts is None else parts,
@@ -53,8 +63,9 @@ def add_norm(x: Tensor, parts: Tensor | None, bias: Tensor, weight: Tensor, shif
         rows,
         width,
         SPLITS=0 if parts is None else parts.shape[0],
-        BLOCK=triton.next_power_of_2(width),
-        num_warps=SHAPE[0] if SHAPE else 8,
+        BLOCK=block,
+        num_warps=SHAPE[0] if SHAPE else min(32, max(4, block // 64)),
+        **early_launch(x.device),
     )
 
 

@@ -34,7 +34,7 @@ SHAPE: tuple[int, int] | None = None  # ids of a block, warps for all launches; 
 
 def shape_for(width: int) -> tuple[int, int]:
     """Ids of a block, warps."""
-    block = min(8192, max(32, triton.next_power_of_2(width)))
+    block = min(4096, max(32, triton.next_power_of_2(width)))
     return SHAPE or (block, min(32, max(4, block // 256)))
 
 

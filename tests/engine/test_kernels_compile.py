@@ -54,18 +54,19 @@ def test_relay() -> None:
 @pytest.mark.parametrize("splits", [0, 8])
 def test_add_norm(splits: int) -> None:
     types = typed(bf16="x bias weight shift normed", fp32="parts")
-    assert compiled(norm._add_norm, {"SPLITS": splits, "BLOCK": 2048}, 8, types)
+    assert compiled(norm._add_norm, {"SPLITS": splits, "BLOCK": 2048, "EARLY": True}, 8, types)
 
 
 @pytest.mark.parametrize("gelu", [False, True])
 def test_linear(gelu: bool) -> None:
     constants = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "BIAS": True, "GELU": gelu, "EVEN": True}
+    constants |= {"ALL_LATE": gelu, "EARLY": True}
     assert compiled(linear._linear, constants, 4, typed(bf16="x w bias out"))
 
 
 def test_attention() -> None:
     parts = "part_out part_max part_sum"
     types = typed(bf16="qkv keys values", i64="positions table", fp32=f"cos_table sin_table {parts}")
-    shape = {"SPLITS": 16, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 64}
+    shape = {"SPLITS": 16, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 64, "EARLY": True}
     assert compiled(attention._attend, shape, 2, types | {"scale": "fp32"})
-    assert compiled(attention._join, {"SPLITS": 16, "E": 64}, 1, typed(bf16="out", fp32=parts))
+    assert compiled(attention._join, {"SPLITS": 16, "E": 64, "EARLY": True}, 1, typed(bf16="out", fp32=parts))

@@ -142,15 +142,16 @@ def test_nothing_in_a_tick_waits_for_the_device_unasked(checkpoint, on_cpu):
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 9])
-def test_graphs_change_nothing(checkpoint, number):
-    """Around every bucket's edge, in bfloat16 through the kernels: the very tokens of the same code without graphs."""
+def test_graphs_and_early_launch_change_nothing(checkpoint, number, monkeypatch):
+    """Around every bucket's edge, in bfloat16 through the kernels: the very tokens of the same code without them."""
     told = []
-    for graphs in (True, False):
+    for graphs, early in ((True, True), (True, False), (False, True), (False, False)):
+        monkeypatch.setattr("photon_backend.kernels.early.ENABLED", early)
         with bench_on(checkpoint, "cuda", dtype="bfloat16", debug=False, rows=9, graphs=graphs) as bench:
             for i in range(number):
                 bench.submit(*request(f"r{i}", checkpoint, i, max_tokens=24))
             told.append({key: answer.told for key, answer in bench.drain().items()})
-    assert told[0] == told[1]
+    assert told[0] == told[1] == told[2] == told[3]
 
 
 def test_kernels_agree_with_torch_over_a_whole_step(checkpoint):

@@ -48,11 +48,12 @@ def test_linear(rows, width, outputs, gelu_from):
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize("splits", [1, 3, 8])
-def test_linear_split(rows, splits):
+@pytest.mark.parametrize("late", [0, 200, 960])
+def test_linear_split(rows, splits, late):
     storage = normal(rows, 1000)
     x, weight = storage[:, :960], normal(192, 960, seed=1, scale=960**-0.5)
     out = torch.full((splits, rows, 192), float("nan"), dtype=torch.float32, device=DEVICE)
-    linear_split(x, weight, out)
+    linear_split(x, weight, out, late)
     assert distance(out.sum(0), x.float() @ weight.float().T) < 1e-3
 
 

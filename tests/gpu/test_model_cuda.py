@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from photon_backend.engine.fused import FusedText
+from photon_backend.engine.kv_cache import KVCache
+from photon_backend.model.config import ModelConfig, TextConfig
 from photon_backend.model.crops import make_crops
 from photon_backend.model.generate import generate
+from photon_backend.model.text import Text
 from photon_backend.model.tokenizer import TextTokenizer
-from photon_backend.model.weights import load_model
+from photon_backend.model.weights import load_model, random_model
 from tests.model.cases import MAX_TOKENS, cases, prompt
 from tests.model.tiny_checkpoint import CONFIG, PICTURES, TOKENIZER, picture, write_checkpoint
 
@@ -49,3 +53,47 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     pixels = torch.from_numpy(crops).cuda()
     one, other = (model.vision.encode(pixels, [tiling]).float() for model in (exact, rough))
     assert torch.nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64])
+@torch.inference_mode()
+def test_early_launch_changes_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At Moondream 2's widths, where kernels last long enough to overlap: a load before its time would show."""
+    config = ModelConfig(text=TextConfig(n_layers=6, vocab_size=1024))
+    text = random_model(config, "cuda", torch.bfloat16, seed=1).requires_grad_(False).text
+    expected = _forward(text, config.text, rows, monkeypatch, early=False)
+    for _ in range(20):
+        assert torch.equal(_forward(text, config.text, rows, monkeypatch, early=True), expected)
+
+
+def _forward(
+    text: Text, config: TextConfig, rows: int, monkeypatch: pytest.MonkeyPatch, early: bool, pages: int = 40
+) -> torch.Tensor:
+    """Logits of five steps in one graph, each fed what the one before left."""
+    monkeypatch.setattr("photon_backend.kernels.early.ENABLED", early)
+    cache = KVCache(config, rows * pages, 16, torch.device("cuda"), torch.bfloat16)
+    torch.manual_seed(0)
+    cache.k.normal_()
+    cache.v.normal_()
+    fused = FusedText(text, cache)
+    table = torch.arange(rows * pages, device="cuda").reshape(rows, pages)
+    x = torch.randn(rows, config.dim, device="cuda", dtype=torch.bfloat16)
+    logits, position = torch.empty(rows, config.vocab_size, device="cuda"), torch.full((rows,), 500, device="cuda")
+
+    def steps() -> None:
+        for _ in range(5):
+            fused.forward(x, position, table, logits)
+            position.add_(1)
+
+    stream, graph, start = torch.cuda.Stream(), torch.cuda.CUDAGraph(), x.clone()
+    torch.cuda.synchronize()  # the other stream does not wait for what was made on this one
+    with torch.cuda.stream(stream):
+        steps()
+    torch.cuda.synchronize()
+    x.copy_(start)
+    position.fill_(500)
+    with torch.cuda.graph(graph, stream=stream):
+        steps()
+    graph.replay()
+    torch.cuda.synchronize()  # before the graph's memory goes
+    return logits
