@@ -190,6 +190,8 @@ def libpython() -> Path | None:
 
 def check(checkpoint: Path, host: str, ports: dict[str, int], stubs: int) -> None:
     """Raises LaunchError for the first thing that would keep the server from starting."""
+    if len(set(ports.values()) - {0}) < sum(port != 0 for port in ports.values()):
+        raise LaunchError(f"{', '.join(ports)} must be different ports, got {', '.join(map(str, ports.values()))}.")
     libpython()
     numpy = importlib.metadata.version("numpy")
     if int(numpy.split(".")[0]) >= 2:
@@ -211,11 +213,15 @@ def check(checkpoint: Path, host: str, ports: dict[str, int], stubs: int) -> Non
 
 def check_port(host: str, port: int, variable: str) -> None:
     """Raises LaunchError when the address cannot be bound. `variable` is what the user sets to change it."""
+    if not 0 <= port < 1 << 16:
+        raise LaunchError(f"{variable} must be a port from 0 to 65535, got {port}.")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+        except socket.gaierror as error:
+            raise LaunchError(f"HOST is {host}, which is no address of this machine ({error.strerror}).") from error
         except OSError as error:
             raise LaunchError(f"Port {port} on {host} cannot be used ({error.strerror}); set {variable}.") from error
 

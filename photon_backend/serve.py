@@ -29,11 +29,12 @@ from types import FrameType
 from typing import IO
 
 from photon_backend import alive, draining, layout
-from photon_backend.config import TINY_CHECKPOINT
+from photon_backend.config import TINY_CHECKPOINT, read_settings
 from photon_backend.layout import LaunchError, Layout
 from photon_backend.log import LEVELS
 
 EXIT_SECONDS = 8  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
+STDERR = 2
 NOISE = (b"CudaDriverHelper has not been initialized", b"Signal (15) received")  # no GPU; our own SIGTERM
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is never behind a proxy
 _hurry = threading.Event()  # set by the second signal
@@ -155,21 +156,27 @@ def start_server(
     one. `log` is a file for everything the processes print, default the terminal. At the end open requests have
     `drain_s` seconds. `settings` are more `PHOTON_*` variables (with their prefix). Raises LaunchError.
     """
+    if front_ends < 1 or engines < 1:
+        raise LaunchError(f"FRONT_ENDS and ENGINES must be 1 or more, got {front_ends} and {engines}.")
     free = iter(layout.free_ports(host, ports.count(0)))
     taken = {name: port or next(free) for name, port in zip(PORTS, ports, strict=True)}
     stubs = front_ends + layout.unary_front_ends(front_ends) + engines
     layout.check(Path(checkpoint), host, taken, stubs)
-    private = Layout(front_ends, engines)
     environment = {
         "PHOTON_CHECKPOINT": str(Path(checkpoint).resolve()),
         "PHOTON_DEVICE": device,
         "PHOTON_DTYPE": dtype,
         "PHOTON_ENGINES": str(engines),
-        "PHOTON_RUN_DIR": str(private.run_dir),
         "PHOTON_LOG_LEVEL": log_level,
         "PHOTON_ENGINE_LIBRARY_PATH": os.environ.get("LD_LIBRARY_PATH", ""),
         **(settings or {}),
     }
+    try:
+        read_settings({**os.environ, **environment})
+    except ValueError as error:
+        raise LaunchError(f"{error}.") from error
+    private = Layout(front_ends, engines)
+    environment["PHOTON_RUN_DIR"] = str(private.run_dir)
     with contextlib.ExitStack() as stack:
         stack.callback(private.remove)
         secret = secrets.token_hex(16)
@@ -239,12 +246,18 @@ def _start_triton(
 
 
 def _relay(lines: IO[bytes], log: Path | None) -> None:
-    """Copies what the processes print, to their last word, without Triton's lines that mean nothing here."""
-    with log.open("ab") if log else contextlib.nullcontext(sys.stderr.buffer) as sink:
-        for line in lines:
-            if not any(noise in line for noise in NOISE):
-                sink.write(line)
-                sink.flush()
+    """Copies what the processes print, to their last word, without Triton's lines that mean nothing here.
+
+    A line that cannot be written (disk full, nobody reads any more) is lost: all processes would stop in their next
+    one if this thread did not go on reading.
+    """
+    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if log else STDERR
+    for line in lines:
+        if not any(noise in line for noise in NOISE):
+            with contextlib.suppress(OSError):
+                os.write(fd, line)
+    if log:
+        os.close(fd)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -299,7 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
             while (problem := server.problem()) is None:
                 time.sleep(0.2)
             raise LaunchError(problem)
-    except LaunchError as error:
+    except (LaunchError, OSError) as error:  # OSError: a directory that is full or may not be written
         print(f"photon: {error}", file=sys.stderr)
         return 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import socket
@@ -14,7 +15,7 @@ import pytest
 
 from photon_backend import layout
 from photon_backend.layout import LaunchError
-from photon_backend.serve import parse_arguments, start_server
+from photon_backend.serve import _relay, parse_arguments, start_server
 
 FREE = {"HTTP_PORT": 0}
 
@@ -38,6 +39,59 @@ def test_port_in_use_names_the_variable(checkpoint: Path) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(LaunchError, match=f"{port}.*GRPC_PORT"):
             layout.check(checkpoint, "127.0.0.1", {"GRPC_PORT": port}, stubs=4)
+
+
+@pytest.mark.parametrize(
+    ("host", "ports", "words"),
+    [
+        ("127.0.0.1", {"HTTP_PORT": 65536}, "HTTP_PORT.*65535"),
+        ("127.0.0.1", {"HTTP_PORT": -1}, "HTTP_PORT.*-1"),
+        ("127.0.0.1", {"HTTP_PORT": 10_007, "GRPC_PORT": 10_007}, "HTTP_PORT, GRPC_PORT.*different"),
+        ("no-such-host.invalid", {"HTTP_PORT": 0}, "^HOST is no-such-host.invalid"),
+    ],
+)
+def test_addresses_that_cannot_be(checkpoint: Path, host: str, ports: dict[str, int], words: str) -> None:
+    with pytest.raises(LaunchError, match=words):
+        layout.check(checkpoint, host, ports, stubs=4)
+
+
+@pytest.mark.parametrize("number", [{"front_ends": 0}, {"front_ends": -1}, {"engines": 0}])
+def test_a_server_of_nothing(checkpoint: Path, number: dict[str, int]) -> None:
+    with pytest.raises(LaunchError, match="FRONT_ENDS and ENGINES"), start_server(checkpoint, **number):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("DEVICE", "gpu"),
+        ("DTYPE", "float64"),
+        ("ROWS", "0"),
+        ("ROWS", "many"),
+        ("PAGES", "-1"),
+        ("OVERLAP", "maybe"),
+        ("MAX_OPEN_REQUESTS", "-3"),
+        ("MAX_IMAGE_BYTES", "0"),
+        ("BEAT_MS", "nan"),
+        ("KV_FRACTION", "80"),
+    ],
+)
+def test_a_setting_that_cannot_be_starts_nothing(checkpoint: Path, tmp_path: Path, name: str, value: str) -> None:
+    log = tmp_path / "log"
+    settings = {f"PHOTON_{name}": value}
+    with (
+        pytest.raises(LaunchError, match=f"PHOTON_{name}='{value}'"),
+        start_server(checkpoint, log=log, settings=settings),
+    ):
+        pass
+    assert not log.exists()
+
+
+def test_a_log_that_cannot_be_written_stops_nobody() -> None:
+    """Disk full, or its reader has gone: whoever prints must not wait for ever."""
+    lines = io.BytesIO(b"a line\n" * 10_000)
+    _relay(lines, Path("/dev/full"))
+    assert not lines.read()
 
 
 def test_free_ports_are_different_ones() -> None:
