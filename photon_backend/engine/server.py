@@ -87,11 +87,11 @@ class EngineServer:
             self._send_outbox()
             now = time.monotonic()
             if now >= next_beat:
-                next_beat = now + self._beat_s
+                late, next_beat = now - next_beat, now + self._beat_s
                 if self._stuck():
                     log.error("the engine thread is stuck in one tick for %.0f s", self._engine.tick_limit_s)
                     return EXIT_STUCK
-                self._drop_silent(now)
+                self._drop_silent(now, late)
                 self._beat(list(self._clients))
         self._engine.stop()
         self._send_outbox()
@@ -174,7 +174,9 @@ class EngineServer:
                 raise
             self._drop(client)
 
-    def _drop_silent(self, now: float) -> None:
+    def _drop_silent(self, now: float, late: float) -> None:
+        """`late`: how long this process did not run, as on a machine that was paused; nobody was heard meanwhile."""
+        self._clients = {client: min(now, heard + late) for client, heard in self._clients.items()}
         for client in [client for client, heard in self._clients.items() if now - heard > self._client_silence_s]:
             log.warning("client %s has been silent for %.0f s and is dropped", client.hex(), self._client_silence_s)
             self._drop(client)

@@ -19,6 +19,7 @@ from photon_backend.config import Settings
 from photon_backend.protocol import Beat, FromEngine, Hello, Status, ToEngine, decode_from_engine, encode, unavailable
 
 SILENCE_S = 4.0  # without a heartbeat an engine counts as dead; room for a machine with more to do than cores
+LOOK_S = 1.0  # a longer time between two looks is one in which this process did not run
 HELLO_S = 1.0  # how often the engine hears that we are alive
 
 
@@ -41,7 +42,7 @@ class EnginePeer:
     def _connect(self) -> None:
         self.status = None
         self._broken = False
-        self._last_beat = time.monotonic()
+        self._last_beat = self._last_look = time.monotonic()
         self._next_hello = 0.0
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.set_hwm(0)  # bounded by the number of open requests instead
@@ -91,7 +92,12 @@ class EnginePeer:
             self._socket.send(encode([Hello()]))
 
     def lost(self, now: float) -> bool:
-        """Whether `receive` saw the connection break or heartbeats stayed away; if so, connects anew."""
+        """Whether `receive` saw the connection break or heartbeats stayed away; if so, connects anew.
+
+        Only time counts in which somebody looked: a machine that was paused is no engine that died.
+        """
+        self._last_beat = min(now, self._last_beat + max(0.0, now - self._last_look - LOOK_S))
+        self._last_look = now
         lost = self._broken or (self.up and now - self._last_beat > SILENCE_S)
         if lost:
             self.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -167,6 +168,26 @@ def test_client_that_falls_silent_is_dropped(checkpoint: Path, tmp_path: Path) -
     assert other.now().cancelled == 1
     silent.socket.close(linger=0)
     other.socket.close(linger=0)
+    process.terminate()
+    assert process.wait(PATIENCE) == EXIT_STOPPED
+
+
+def test_a_paused_machine_drops_nobody(checkpoint: Path, tmp_path: Path) -> None:
+    """The engine stands still for longer than a client may be silent, as all do when a container is paused."""
+    process = start(checkpoint, tmp_path, PHOTON_CLIENT_SILENCE_S="3")
+    wait_until(lambda: (tmp_path / "engine-0.sock").exists(), START_S, "the engine listens")
+    peer = Peer(f"ipc://{tmp_path}/engine-0.sock")
+    peer.send(Submit("a", "detect", [0, 1, 12, 2, 41, 3], digest=b"s" * 16))  # waits for its picture for ever
+    peer.receive(NeedPicture)
+    wait_until(lambda: peer.now().waiting == 1, PATIENCE, "its request is counted")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(5)
+    while peer.socket.poll(0):
+        peer.socket.recv()
+    process.send_signal(signal.SIGCONT)
+    peer.receive(Beat, Done)
+    assert not peer.ends and (peer.now().waiting, peer.status.cancelled) == (1, 0)
+    peer.socket.close(linger=0)
     process.terminate()
     assert process.wait(PATIENCE) == EXIT_STOPPED
 

@@ -173,6 +173,15 @@ def test_silence_counts_as_death(link: Link, engines: list[ScriptedEngine], monk
     assert link.peers[0] in turns(link, engines, lambda: not link.peers[0].up)
 
 
+def test_a_pause_of_ours_is_no_silence_of_theirs(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stood still: nobody looked, so nobody was silent. From then on the seconds count again."""
+    monkeypatch.setattr(link_module, "SILENCE_S", 4)
+    link.tend()
+    (peer, *_), now = link.peers, time.monotonic() + 100
+    assert not peer.lost(now) and peer.up
+    assert any(peer.lost(now + 0.5 * turn) for turn in range(1, 10)) and not peer.up
+
+
 def test_messages_are_whole(link: Link, engines: list[ScriptedEngine]) -> None:
     """Heartbeats are taken out of a frame, everything else keeps its order."""
     engines[2].say(Tokens("a", [1]), Beat(Status(running=7)), Tokens("b", [2]), Tokens("a", [3]))
