@@ -51,6 +51,15 @@ class Layout:
         self.backends = self.directory / "backends"
         self.models = self.directory / "models"
         self.libraries = self.directory / "lib"
+        if re.search(r"[^\w@%+=:,./-]", str(self.directory)):  # Triton starts its stubs with `bash -c`, unquoted
+            shutil.rmtree(self.directory)
+            raise LaunchError(
+                f"The path of the temporary directory, {tempfile.gettempdir()}, must have no blanks or "
+                "signs that mean something to a shell; set TMPDIR=/tmp."
+            )
+        if os.statvfs(self.directory).f_flag & os.ST_NOEXEC:
+            shutil.rmtree(self.directory)
+            raise LaunchError(f"Nothing may be executed in {tempfile.gettempdir()}; set TMPDIR to another directory.")
         longest = len(os.fsencode(self.run_dir / f"engine-{engines}.sock"))
         if longest > SOCKET_PATH_MAX:
             shutil.rmtree(self.directory)
@@ -68,7 +77,8 @@ class Layout:
         shipped = triton_home() / "backends" / "python"
         for name in ("libtriton_python.so", "triton_python_backend_utils.py"):
             (python / name).symlink_to(shipped / name)
-        (python / stub_path().name).symlink_to(stub_path())
+        # a copy: Triton takes all rights from the file but its owner's to execute it, and needs to own it for that
+        shutil.copy(stub_path(), python)
         self.libraries.mkdir()
         library = libpython()
         if library is not None:
@@ -163,11 +173,13 @@ def python_version() -> str:
 
 def stub_path() -> Path:
     stub = "triton_python_backend_stub"
-    if installed_triton():
-        return triton_home() / "backends" / "python" / stub
     path = triton_home() / "python_backend_stubs" / python_version() / stub
-    if not path.exists():
+    if installed_triton():
+        path = triton_home() / "backends" / "python" / stub
+    elif not path.exists():
         raise LaunchError(f"Triton has no stub for Python {python_version()}; use 3.10 to 3.13.")
+    if not os.access(path, os.R_OK):
+        raise LaunchError(f"Triton's stub {path} cannot be read; run chmod 755 on it.")
     return path
 
 

@@ -232,7 +232,8 @@ def _start_triton(
         env={
             **os.environ,
             **environment,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}",  # the stub runs the first python3
+            # the stub runs the first python3
+            "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH') or os.defpath}",
             "LD_LIBRARY_PATH": ":".join(filter(None, [libraries, os.environ.get("LD_LIBRARY_PATH")])),
         },
         pass_fds=[private.lock_fd],

@@ -15,7 +15,7 @@ import pytest
 
 from photon_backend import layout
 from photon_backend.layout import LaunchError
-from photon_backend.serve import _relay, parse_arguments, start_server
+from photon_backend.serve import Server, _relay, parse_arguments, start_server
 
 FREE = {"HTTP_PORT": 0}
 
@@ -119,13 +119,30 @@ def test_python_without_stub(monkeypatch: pytest.MonkeyPatch) -> None:
         layout.libpython()
 
 
-def test_long_temporary_path(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    long = tmp_path / ("x" * 80)
+@pytest.mark.parametrize("name", ["x" * 80, "a b", "$HOME", "a;b"])
+def test_temporary_paths_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Too long for a socket, or not one word to the shell through which Triton starts its stubs."""
+    long = tmp_path / name
     long.mkdir()
     monkeypatch.setattr(layout.tempfile, "tempdir", str(long))
     with pytest.raises(LaunchError, match="TMPDIR"):
         layout.Layout(1, 1)
     assert list(long.iterdir()) == []
+
+
+def test_triton_gets_a_stub_of_its_own(server: Server) -> None:
+    """It takes the right to read it from everybody: the next start of a user who is not root would fail, and the first
+    one of a user who does not own the environment."""
+    stub = server.layout.backends / "python" / layout.stub_path().name
+    assert stub.exists() and not stub.samefile(layout.stub_path())
+
+
+def test_a_bare_environment(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No PATH, no HOME: Triton starts its stubs through a shell all the same."""
+    for name in ("PATH", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with start_server(checkpoint, front_ends=1, settings={"PHOTON_THREADS": "1"}, log=tmp_path / "log") as server:
+        assert server.is_ready()
 
 
 def test_checkpoint_that_cannot_be_loaded_ends_the_server(checkpoint: Path, tmp_path: Path) -> None:

@@ -200,7 +200,12 @@ def test_triton_home_names_an_installed_triton(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "bin" / "tritonserver").touch()
     assert layout.triton_home() == tmp_path
     assert layout.triton_libraries() == tmp_path / "lib"
-    assert layout.stub_path() == tmp_path / "backends" / "python" / "triton_python_backend_stub"
+    stub = tmp_path / "backends" / "python" / "triton_python_backend_stub"
+    with pytest.raises(LaunchError, match="cannot be read"):
+        layout.stub_path()
+    stub.parent.mkdir(parents=True)
+    stub.touch()
+    assert layout.stub_path() == stub
 
 
 def test_operations_page_names_settings_that_exist() -> None:
