@@ -33,6 +33,11 @@ def dead(run_dir: Path) -> list[str]:
     return [path.name.split("@")[0] for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
 
 
+def living(run_dir: Path) -> list[int]:
+    """Process ids of those that show a sign."""
+    return [int(path.stem.split("@")[1]) for path in run_dir.glob(f"*{SUFFIX}") if not is_free(path)]
+
+
 def lock(path: Path) -> int:
     """Creates and locks a file. Returns the descriptor, which holds the lock in every process that inherits it."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)

@@ -127,6 +127,9 @@ class Server:
         end = time.monotonic() + 5
         while self.layout.owned_elsewhere() and time.monotonic() < end:
             time.sleep(0.02)
+        for pid in alive.living(self.layout.run_dir):  # a stub that is stopped or hangs would stay for ever
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.layout.remove()
 
 

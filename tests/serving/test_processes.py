@@ -171,6 +171,17 @@ def test_killed_stub(launcher: subprocess.Popen[str], model: str) -> None:
     assert not directory.exists() and regions(directory) == []
 
 
+def test_a_stub_that_hangs_at_the_end(launcher: subprocess.Popen[str]) -> None:
+    """Stopped, it hears neither Triton nor the kernel's word that Triton is gone."""
+    directory, processes = belongings(launcher)
+    stub = next(p for p in processes if "/models/photon/1/model.py" in Path(f"/proc/{p}/cmdline").read_text())
+    os.kill(stub, signal.SIGSTOP)
+    launcher.terminate()
+    assert launcher.wait(120) == 0
+    wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
+    assert not directory.exists() and regions(directory) == []
+
+
 def test_directory_of_a_running_server_is_not_removed(server: Server) -> None:
     assert server.layout.directory not in layout.remove_leftovers()
     assert server.layout.run_dir.stat().st_mode & 0o777 == 0o700
