@@ -33,6 +33,7 @@ Length = Literal["short", "normal", "long"]
 Scalar = str | int | float | bool
 
 MAX_JSON_CHARS = 1 << 20  # of sampling_parameters
+MAX_MEMBERS = 64  # of the object in it: each costs the front end's only thread some time, even one that is repeated
 MAX_SPATIAL_REFS = 64
 GREEDY_BELOW = 1e-3  # a lower temperature means greedy: dividing logits by it would only overflow
 
@@ -208,6 +209,8 @@ def _json_options(text: str | None) -> Iterable[tuple[str, Any]]:
         raise invalid(f"{wanted}, got {short_repr(text)}") from None
     if not isinstance(members, _Members):
         raise invalid(f"{wanted}, got {short_repr(text)}")
+    if len(members) > MAX_MEMBERS:
+        raise invalid(f"{wanted} of at most {MAX_MEMBERS} members, got {len(members)}")
     return [(name, _plain(value)) for name, value in members]
 
 

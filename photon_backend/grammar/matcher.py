@@ -42,6 +42,7 @@ BUDGET_S = 0.1
 MAX_ITEMS = 10_000  # parser items in one mask: the library's own 50,000 take up to 1.2 s in an ambiguous grammar
 _LIMIT = re.compile(r"Too many items|Current row has")  # the library's messages
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
+NOTHING_LEFT = "no answer satisfies it"
 
 
 def validate(spec: GrammarSpec) -> None:
@@ -70,6 +71,8 @@ def _sentence(message: str) -> str:
     """The library's message without its place, its picture of the source and an option that is not ours."""
     if message.find("coerce_one_of") >= 0:
         return "oneOf is supported only where its alternatives exclude each other"
+    if "NoExtensionBias" in message:  # nothing may follow, not even at the beginning
+        return NOTHING_LEFT
     return _PLACE.sub("", message.split("\n   1 |")[0].split("\n<state>")[0])
 
 
@@ -125,7 +128,7 @@ class Prototypes:
         line = np.zeros_like(self._vocabulary.ordinary)
         matcher.fill(line)
         if matcher.failure or not line.any():
-            raise refuse(self._spec, matcher.failure or "no answer satisfies it")
+            raise refuse(self._spec, matcher.failure or NOTHING_LEFT)
         self._prototypes.append(prototype)
 
 

@@ -95,6 +95,9 @@ def test_an_illegal_token_ends_its_matcher_only(grammars, letters) -> None:
     "spec",
     [
         GrammarSpec("lark", "start: /[^\\x00-\\u{10ffff}]/"),
+        GrammarSpec("lark", 'start: start "a"'),
+        GrammarSpec("regex", "[^\\s\\S]"),
+        GrammarSpec("json_schema", '{"$defs":{"a":{"$ref":"#/$defs/a"}},"$ref":"#/$defs/a"}'),
         GrammarSpec("json_schema", '{"type":"object","properties":{"a":false},"required":["a"]}'),
         GrammarSpec("json_schema", '{"type":"string","pattern":"^a$","minLength":2}'),
     ],
@@ -104,6 +107,7 @@ def test_an_empty_language_is_refused(grammars, spec) -> None:
     with pytest.raises(PhotonError) as caught:
         grammars.compile(spec)
     assert caught.value.code == "INVALID_ARG"
+    assert any(words in str(caught.value) for words in ("no answer satisfies it", "Unsatisfiable schema: "))
 
 
 def test_lines_filled_together_are_those_filled_alone(grammars, letters) -> None:

@@ -190,6 +190,8 @@ def test_sampling_parameters_must_be_one_object(text: str) -> None:
 def test_sampling_parameters_are_bounded_and_may_be_blank() -> None:
     with pytest.raises(PhotonError, match="at most 1048576 characters"):
         parse_request(RawRequest("query", "dog", sampling_parameters=" " * (1 << 20) + "{}"), 1)
+    with pytest.raises(PhotonError, match="at most 64 members, got 1000"):
+        parse_request(RawRequest("query", "dog", sampling_parameters="{" + '"seed":1,' * 999 + '"seed":1}'), 1)
     assert parse_request(RawRequest("query", "dog", sampling_parameters=" "), 1).stop == []
 
 
