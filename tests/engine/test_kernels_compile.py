@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from photon_backend.kernels import attention, linear, norm, relay, sample
+from photon_backend.kernels import attention, linear, norm, region, relay, sample
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, FP32, I64, I32 = "*bf16", "*fp32", "*i64", "*i32"
@@ -49,6 +49,14 @@ def test_sample(masked: bool, heads: str | None) -> None:
 def test_relay() -> None:
     types = typed(i64="rows next_tokens positions page_table step_positions step_pages", bf16="embeddings x")
     assert compiled(relay._relay, {"BLOCK": 2048, "PAGES": 128}, 4, types)
+
+
+def test_encode_values() -> None:
+    names = "frequencies weights bias"
+    of_encoders = " ".join(f"{kind}_{name}" for kind in ("coord", "size") for name in names.split())
+    types = typed(i64="rows kinds", fp32="values", bf16=f"{of_encoders} x")
+    ptx = compiled(region._encode_values, {"COORD_HALF": 128, "SIZE_HALF": 256, "BLOCK": region.BLOCK}, 4, types)
+    assert ".approx" not in ptx  # angles of some hundred radians need the range reduction
 
 
 @pytest.mark.parametrize("splits", [0, 8])
