@@ -15,8 +15,9 @@ compiling are left out. Free rows are the ceiling: the table gives each kind's t
 the same mode and batch. `depth` is the mean number of steps in flight when one is launched, itself included: 1 when
 blocking, 2 with a full pipeline. `deferred` is the share of steps that were sampled only after the commit before them,
 what a matcher costs the pipeline; the JSON has those that were launched alone, by reason. Then, over the 51,200 tokens:
-times to compile, to fill masks on the host, and of mask and transition on the device. Without the package llguidance
-the rows with a matcher are left out. The last line is JSON. On a shared CPU only the ratios of one run mean anything.
+times to compile, to fill masks on the host by the number of threads, with and without a pause before it, and of mask
+and transition on the device. Without the package llguidance the rows with a matcher are left out. The last line is
+JSON. On a shared CPU only the ratios of one run mean anything.
 """
 
 from __future__ import annotations
