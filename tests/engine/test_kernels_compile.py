@@ -65,11 +65,12 @@ def test_add_norm(splits: int) -> None:
     assert compiled(norm._add_norm, {"SPLITS": splits, "BLOCK": 2048, "EARLY": True}, 8, types)
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-def test_linear(gelu: bool) -> None:
-    constants = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "BIAS": True, "GELU": gelu, "EVEN": True}
-    constants |= {"ALL_LATE": gelu, "EARLY": True}
-    assert compiled(linear._linear, constants, 4, typed(bf16="x w bias out"))
+@pytest.mark.parametrize(("gelu", "rows", "narrow"), [(False, 16, False), (True, 16, False), (False, 64, True)])
+def test_linear(gelu: bool, rows: int, narrow: bool) -> None:
+    block_n, block_k, warps, _ = linear.shape_for(rows, narrow)
+    constants = {"BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "BIAS": True, "GELU": gelu, "EVEN": True}
+    constants |= {"ALL_LATE": gelu or narrow, "EARLY": True}
+    assert compiled(linear._linear, constants, warps, typed(bf16="x w bias out"))
 
 
 def test_attention() -> None:
