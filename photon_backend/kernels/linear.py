@@ -47,7 +47,7 @@ def _accumulate(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_rows"])  # nor compile in a tick whose number of rows came up in no graph
 def _linear(
     x, w, bias, out, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split, gelu_from, gap, late, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,

@@ -73,6 +73,11 @@ def test_linear(gelu: bool, rows: int, narrow: bool) -> None:
     assert compiled(linear._linear, constants, warps, typed(bf16="x w bias out"))
 
 
+def test_the_number_of_rows_compiles_nothing_anew() -> None:
+    """Heads are also sampled outside graphs, for any number of rows."""
+    assert [p.name for p in linear._linear.params if p.do_not_specialize] == ["m_rows"]
+
+
 def test_attention() -> None:
     parts = "part_out part_max part_sum"
     types = typed(bf16="qkv keys values", i64="positions table", fp32=f"cos_table sin_table {parts}")
