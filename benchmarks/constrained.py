@@ -1,4 +1,5 @@
-"""What constraints cost: free rows, rows with a device automaton and rows with a host matcher, alone and half and half.
+"""What constraints cost: free rows, rows with a device automaton, with a host matcher and rows that find objects, alone
+and half and half.
 
     python -m benchmarks.constrained [--device cpu|cuda] [--batch 1,16,64] [--context N] [--tokens N] [--random-weights]
 
@@ -7,13 +8,16 @@ The bundled model with its own vocabulary, or, with `--random-weights`, Moondrea
     python -m benchmarks.constrained --device cuda --dtype bfloat16 --random-weights --context 736 --tokens 128
 
 Every row writes records of a scene, one after another, and may not end before N tokens: as a regular expression (tables
-on the device), as a JSON schema with records of the same form (host matcher), or without a grammar. Prefill and
+on the device), as a JSON schema with records of the same form (host matcher), or without a grammar. Rows of `detect`
+find box after box, so that each step feeds a coordinate or a size and decodes the next; such rows never draw, which
+`greedy`, free rows at temperature 0, do not either. N is rounded up to whole boxes, for every kind. Prefill and
 compiling are left out. Free rows are the ceiling: the table gives each kind's tokens/s as a ratio to the free rows of
 the same mode and batch. `depth` is the mean number of steps in flight when one is launched, itself included: 1 when
 blocking, 2 with a full pipeline. `deferred` is the share of steps that were sampled only after the commit before them,
 what a matcher costs the pipeline; the JSON has those that were launched alone, by reason. Then, over the 51,200 tokens:
-times to compile, to fill masks on the host, and of mask and transition on the device. Without the package llguidance
-the rows with a matcher are left out. The last line is JSON. On a shared CPU only the ratios of one run mean anything.
+times to compile, to fill masks on the host by the number of threads, with and without a pause before it, and of mask
+and transition on the device. Without the package llguidance the rows with a matcher are left out. The last line is
+JSON. On a shared CPU only the ratios of one run mean anything.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import argparse
 import importlib.util
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -49,27 +54,56 @@ DEVICE = GrammarSpec(
     "regex", r'(\{"color":"(red|green|blue|yellow)","count":(0|[1-9][0-9]?),"note":"[a-z A-Z.,]{0,24}"\},)+'
 )
 HOST = GrammarSpec("json_schema", json.dumps({"type": "array", "items": RECORD, "minItems": 64}))
-KINDS: dict[str, list[GrammarSpec | None]] = {  # dealt out to the rows in turn
-    "free": [None],
-    "automaton": [DEVICE],
-    "matcher": [HOST],
-    "free+automaton": [None, DEVICE],
-    "free+matcher": [None, HOST],
+TOKENS_OF_BOX = 3  # x, y, size
+WARM_UP = 3 * TOKENS_OF_BOX  # tokens
+Kind = Callable[[Submit], Submit]  # changes a free request
+
+
+def free(request: Submit) -> Submit:
+    return request
+
+
+def automaton(request: Submit) -> Submit:
+    return msgspec.structs.replace(request, grammar=DEVICE)
+
+
+def matcher(request: Submit) -> Submit:
+    return msgspec.structs.replace(request, grammar=HOST)
+
+
+def greedy(request: Submit) -> Submit:
+    return msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, temperature=0.0))
+
+
+def detect(request: Submit) -> Submit:
+    """As many boxes as make the tokens of the others."""
+    return msgspec.structs.replace(request, task="detect", max_objects=request.sampling.max_tokens // TOKENS_OF_BOX)
+
+
+KINDS: dict[str, list[Kind]] = {  # dealt out to the rows in turn
+    "free": [free],
+    "greedy": [greedy],
+    "automaton": [automaton],
+    "matcher": [matcher],
+    "detect": [detect],
+    "free+automaton": [free, automaton],
+    "free+matcher": [free, matcher],
+    "free+detect": [free, detect],
 }
 
 
 class ConstrainedLoad(Load):
-    """A `Load` whose rows have grammars."""
+    """A `Load` whose rows are of some kind."""
 
     kind = "free"
 
     def submit(self, batch: int, tokens: int) -> None:
-        post, specs = self.engine.post, KINDS[self.kind]
+        post, kind = self.engine.post, KINDS[self.kind]
         row = iter(range(batch))
 
         def constrained(client: bytes, message: object, pixels: object = None) -> None:
             assert isinstance(message, Submit)
-            post(client, msgspec.structs.replace(message, grammar=specs[next(row) % len(specs)]))
+            post(client, kind[next(row) % len(kind)](message))
 
         self.engine.post = constrained  # type: ignore[method-assign]
         super().submit(batch, tokens)
@@ -96,12 +130,12 @@ class ConstrainedLoad(Load):
         super().close()
 
 
-def kinds() -> dict[str, list[GrammarSpec | None]]:
+def kinds() -> dict[str, list[Kind]]:
     """Those that can be had here."""
     if importlib.util.find_spec("llguidance") is not None:
         return KINDS
     print("llguidance is not installed: rows with a host matcher are left out")
-    return {name: specs for name, specs in KINDS.items() if HOST not in specs}
+    return {name: kind for name, kind in KINDS.items() if matcher not in kind}
 
 
 def settings_for(options: argparse.Namespace, batch: int, overlap: bool) -> Settings:
@@ -121,7 +155,7 @@ def measure_batch(options: argparse.Namespace, model: Moondream, batch: int) -> 
     for turn in range(options.repeat + 1):
         for kind in options.kinds:
             for overlap, load in loads.items():
-                result = load.measure_kind(kind, batch, options.tokens if turn else 8)
+                result = load.measure_kind(kind, batch, options.tokens if turn else WARM_UP)
                 if turn:  # the first one warms up and compiles
                     runs.setdefault((kind, overlap), []).append(result)
     for load in loads.values():
@@ -144,6 +178,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batch.split(",")]
+    options.tokens += -options.tokens % TOKENS_OF_BOX
     return options
 
 

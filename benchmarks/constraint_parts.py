@@ -38,6 +38,10 @@ COMPILED = {
     "five-field JSON": GrammarSpec("json_schema", json.dumps(FIVE_FIELDS)),
     "string of 100": GrammarSpec("json_schema", '{"type":"string","maxLength":100}'),
 }
+ANSWER = '{"color":"red","kind":"star","count":12,"sure":true,"note":"behind the tree"}'  # of the five-field JSON
+THREADS: list[int | None] = [1, 2, 4, 8, None, 0]
+PAUSE_S = 1.5e-3
+FILLS = 41  # of which the median counts
 
 
 def compile_times(spelling: Spelling, vocabulary: Vocabulary | None) -> list[dict]:
@@ -64,15 +68,55 @@ def timed_ms(work: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def fill_times(vocabulary: Vocabulary, batches: list[int]) -> list[dict]:
-    """Microseconds to fill the masks of B matchers on the host, each at the start of its answer."""
-    prototypes, results = Prototypes(COMPILED["five-field JSON"], vocabulary), []
-    for batch in batches:
-        matchers = [(prototypes.matcher(), i) for i in range(batch)]
-        mask = np.zeros((batch, len(vocabulary.ordinary)), np.int32)
-        times = sorted(1e3 * timed_ms(lambda: fill_lines(matchers, mask))[0] for _ in range(21))  # noqa: B023
-        print(f"B={batch:<4} masks of matchers filled in {times[10]:9.1f} us", flush=True)
-        results.append({"batch": batch, "fill_us": times[10]})
+    """Microseconds of the host to fill the masks of B matchers, each somewhere in an answer, by so many threads of the
+    library (None: its default, four fifths of the cores) and, 0, one after the other on the calling thread.
+
+    Tight: as soon as the last fill is done, when the library's threads are still awake. Paused: `PAUSE_S` later, about
+    a forward, when they have gone to sleep; that is what an engine sees.
+    """
+    results = []
+    print(f"{'filling masks, us':<20}" + "".join(f"{f'B={batch} tight':>14}{'paused':>9}" for batch in batches))
+    for threads in THREADS:
+        line = "one after the other" if threads == 0 else f"{threads or 'default'} threads"
+        line = f"{line:<20}"
+        for batch in batches:
+            fill = filler(vocabulary, batch, threads)
+            tight, paused = median_us(fill, 0.0), median_us(fill, PAUSE_S)
+            line += f"{tight:>14.1f}{paused:>9.1f}"
+            results.append({"threads": threads, "batch": batch, "fill_us": tight, "paused_us": paused})
+        print(line, flush=True)
     return results
+
+
+def filler(vocabulary: Vocabulary, batch: int, threads: int | None) -> Callable[[], None]:
+    """The i-th matcher has taken i tokens of an answer."""
+    from llguidance import LLExecutor  # not everywhere
+
+    prototypes, answer = Prototypes(COMPILED["five-field JSON"], vocabulary), vocabulary.tokens.tokenize_str(ANSWER)
+    mask = np.zeros((batch, len(vocabulary.ordinary)), np.int32)
+    pairs = [(prototypes.matcher(), i) for i in range(batch)]
+    for matcher, i in pairs:
+        for token in answer[: i % len(answer)]:
+            matcher.advance(token)
+        matcher.fill(mask[i])
+        assert not matcher.failure
+
+    def one_after_the_other() -> None:
+        for matcher, i in pairs:
+            matcher.fill(mask[i])
+
+    if threads == 0:
+        return one_after_the_other
+    vocabulary.executor = LLExecutor(num_threads=threads)
+    return lambda: fill_lines(pairs, mask)
+
+
+def median_us(work: Callable[[], None], pause_s: float) -> float:
+    times = []
+    for _ in range(FILLS):
+        time.sleep(pause_s)
+        times.append(1e3 * timed_ms(work)[0])
+    return sorted(times)[FILLS // 2]
 
 
 def table_times(spelling: Spelling, batches: list[int], device: torch.device) -> list[dict]:

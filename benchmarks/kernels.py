@@ -22,9 +22,10 @@ import torch
 import triton
 
 from photon_backend.engine.fused import FusedText
+from photon_backend.engine.fused_region import FusedRegion
 from photon_backend.engine.kv_cache import KVCache
-from photon_backend.engine.rows import Rows
-from photon_backend.engine.runner import relay_in_torch
+from photon_backend.engine.rows import COORDINATE, SIZE, Rows
+from photon_backend.engine.runner import encode_in_torch, heads_in_torch, relay_in_torch
 from photon_backend.engine.sampler import sample_step
 from photon_backend.engine.slots import DecodeSlot
 from photon_backend.engine.tables import AutomatonTables
@@ -160,6 +161,37 @@ def many(launch: Callable[[], object]) -> Callable[[], None]:
     return work
 
 
+def regions(config: ModelConfig, batch: int) -> dict[str, Work]:
+    """What rows with coordinates or sizes need beside the layers. The encoders' weights, 3 MB, stay in L2 here."""
+    with torch.device("cuda"):
+        region = Region(config.region).requires_grad_(False).bfloat16()
+    for frequencies in (region.coord_features, region.size_features):
+        frequencies.normal_()
+    fused, hidden = FusedRegion(region), torch.randn(batch, config.text.dim, device="cuda", dtype=torch.bfloat16)
+    row, value = torch.arange(batch, device="cuda"), torch.rand(batch, 2, device="cuda")
+    boxes = torch.tensor([COORDINATE, COORDINATE, SIZE], device="cuda")[row % 3]
+    layers = [decoder.fc2 for decoder in (region.coord_decoder, region.size_decoder)]
+    inner, outs = (
+        hidden.new_ones(batch, config.region.inner_dim),
+        [hidden.new_empty(batch, len(l.bias)) for l in layers],
+    )
+
+    def second(narrow: bool) -> None:
+        for layer, out in zip(layers, outs, strict=True):
+            linear(inner, layer.weight, layer.bias, out, narrow=narrow)
+
+    of_second = sum(2 * layer.weight.numel() for layer in layers)
+    of_heads = of_second + 4 * config.region.inner_dim * config.region.dim
+    return {
+        "values": (many(lambda: fused.encode(row, boxes, value, hidden)), hidden.numel() * 2, None),
+        "values, torch": (many(lambda: encode_in_torch(region, row, boxes, value, hidden)), hidden.numel() * 2, None),
+        "heads": (many(lambda: fused.heads(hidden)), of_heads, None),
+        "heads, torch": (many(lambda: heads_in_torch(region, hidden)), of_heads, None),
+        "heads, second layers": (many(partial(second, True)), of_second, None),
+        "heads, those not narrow": (many(partial(second, False)), of_second, None),
+    }
+
+
 def forwards(config: ModelConfig, batch: int) -> dict[str, Work]:
     """The whole forward of a decode step by layer, and with each kernel launched only when the one before has ended."""
     text, context = random_model(config, "cuda", torch.bfloat16, seed=0).requires_grad_(False).text, 800
@@ -277,7 +309,9 @@ def main() -> None:
     config, results = ModelConfig(), []
     for batch in map(int, options.batch.split(",")):
         works = [
-            work for make in (linears, attentions, others, forwards, samplers) for work in make(config, batch).items()
+            work
+            for make in (linears, attentions, others, regions, forwards, samplers)
+            for work in make(config, batch).items()
         ]
         for name, (work, size, module) in works:
             if not name.startswith(options.only):

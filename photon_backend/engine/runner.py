@@ -23,6 +23,7 @@ from photon_backend.engine.rows import COORDINATE, SIZE, Rows
 from photon_backend.engine.sampler import sample_step
 from photon_backend.engine.slots import POISONED, DecodeSlot
 from photon_backend.model.moondream import Moondream
+from photon_backend.model.region import Region
 
 if TYPE_CHECKING:
     from photon_backend.engine.fused import FusedText
@@ -67,6 +68,18 @@ def relay_in_torch(
     return positions, page_table[row]
 
 
+def encode_in_torch(region: Region, row: Tensor, kinds: Tensor, values: Tensor, x: Tensor) -> None:
+    """As `kernels.region.encode_values`."""
+    kind, value = kinds[row, None], values[row]
+    x.copy_(torch.where(kind == COORDINATE, region.encode_coordinate(value[:, :1]), x))
+    x.copy_(torch.where(kind == SIZE, region.encode_size(value), x))
+
+
+def heads_in_torch(region: Region, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """hidden [B, D], before the final LN -> logits of a coordinate [B, bins], and of width and height [B, 2, bins]."""
+    return region.decode_coordinate(hidden), region.decode_size(hidden)
+
+
 class Runner:
     def __init__(
         self, model: Moondream, cache: KVCache, rows: int, debug: bool, kernels: bool = True, grammar_mb: int = 64
@@ -83,6 +96,8 @@ class Runner:
         self.automata = self.rows.automata
         self._fused: FusedText | None = None
         self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
+        self._encode: Callable[..., None] = partial(encode_in_torch, model.region)
+        self._heads: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
         self._sample: Callable[..., None] = partial(sample_step, self.rows)
         if kernels and self.device.type == "cuda":  # Triton is there wherever torch has CUDA
             self.use_kernels()
@@ -90,12 +105,16 @@ class Runner:
     def use_kernels(self) -> None:
         """From now on steps run through our kernels; on a CPU that is for tests, under TRITON_INTERPRET=1."""
         from photon_backend.engine.fused import FusedText
+        from photon_backend.engine.fused_region import FusedRegion
         from photon_backend.kernels.relay import relay
         from photon_backend.kernels.sample import SampleKernel
 
         self._relay, self._sample = relay, SampleKernel(self.rows)
         if FusedText.supports(self.model.text):
             self._fused = FusedText(self.model.text, self.cache)
+        if FusedRegion.supports(self.model.region):
+            region = FusedRegion(self.model.region)
+            self._encode, self._heads = region.encode, region.heads
 
     # ---- forward
 
@@ -139,9 +158,7 @@ class Runner:
         if self.debug:
             rows.next_token.index_fill_(0, row, POISONED)
         if spatial:
-            kind, value, region = rows.kind[row, None], rows.value[row], self.model.region
-            x.copy_(torch.where(kind == COORDINATE, region.encode_coordinate(value[:, :1]), x))
-            x.copy_(torch.where(kind == SIZE, region.encode_size(value), x))
+            self._encode(row, rows.kind, rows.value, x)
         return position, pages
 
     def sample(self, slot: DecodeSlot, number: int, spatial: bool, masked: bool, automata: bool) -> None:
@@ -149,8 +166,7 @@ class Runner:
 
         `spatial`: some row may take a coordinate or a size; without it the region heads are not run.
         """
-        hidden, region = slot.hidden[:number], self.model.region
-        heads = (region.decode_coordinate(hidden), region.decode_size(hidden)) if spatial else None
+        heads = self._heads(slot.hidden[:number]) if spatial else None
         self._sample(slot, number, heads, masked, automata)
 
     # ---- prefill input

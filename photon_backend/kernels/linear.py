@@ -21,8 +21,10 @@ from photon_backend.kernels.early import early_launch
 SHAPE: tuple[int, int, int, int] | None = None  # BLOCK_N, BLOCK_K, warps, stages for all launches; benchmarks set it
 
 
-def shape_for(rows: int) -> tuple[int, int, int, int]:
+def shape_for(rows: int, narrow: bool = False) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, warps, stages: the tile of the weights and how many of them are in flight."""
+    if narrow:
+        return SHAPE or ((16, 512, 4, 4) if rows <= 16 else (16, 256, 4, 3))
     return SHAPE or ((64, 128, 4, 4) if rows <= 16 else (64, 128, 4, 3))
 
 
@@ -45,7 +47,7 @@ def _accumulate(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["m_rows"])  # nor compile in a tick whose number of rows came up in no graph
 def _linear(
     x, w, bias, out, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split, gelu_from, gap, late, splits,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
@@ -84,13 +86,17 @@ def _linear(
     tl.store(place, acc.to(out.dtype.element_ty), (n[:, None] < n_out) & (m[None, :] < m_rows))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int | None = None, gap: int = 0) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor,
+    gelu_from: int | None = None, gap: int = 0, narrow: bool = False,
+) -> Tensor:  # fmt: skip
     """out[m, n] = x[m] . weight[n] + bias[n]; from n = gelu_from on tanh-GELU, stored at column n + gap.
 
     x [M, K], weight [N, K], bias [N] of one 16-bit dtype, out [M, N + gap] of any float dtype; the last dimension of
-    each must be contiguous.
+    each must be contiguous. `narrow`: for few outputs of many inputs, where programs of 64 outputs would be too few to
+    keep the memory busy: 16 outputs and more of their inputs at once.
     """
-    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1)
+    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1, narrow=narrow)
     return out
 
 
@@ -108,11 +114,12 @@ def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int) -> Tensor:
 
 
 def _launch(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int
-) -> None:
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int,
+    narrow: bool = False,
+) -> None:  # fmt: skip
     rows, width = x.shape
     outputs = w.shape[0]
-    block_n, block_k, warps, stages = shape_for(rows)
+    block_n, block_k, warps, stages = shape_for(rows, narrow)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from photon_backend.kernels import attention, linear, norm, relay, sample
+from photon_backend.kernels import attention, linear, norm, region, relay, sample
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, FP32, I64, I32 = "*bf16", "*fp32", "*i64", "*i32"
@@ -51,17 +51,31 @@ def test_relay() -> None:
     assert compiled(relay._relay, {"BLOCK": 2048, "PAGES": 128}, 4, types)
 
 
+def test_encode_values() -> None:
+    names = "frequencies weights bias"
+    of_encoders = " ".join(f"{kind}_{name}" for kind in ("coord", "size") for name in names.split())
+    types = typed(i64="rows kinds", fp32="values", bf16=f"{of_encoders} x")
+    ptx = compiled(region._encode_values, {"COORD_HALF": 128, "SIZE_HALF": 256, "BLOCK": region.BLOCK}, 4, types)
+    assert ".approx" not in ptx  # angles of some hundred radians need the range reduction
+
+
 @pytest.mark.parametrize("splits", [0, 8])
 def test_add_norm(splits: int) -> None:
     types = typed(bf16="x bias weight shift normed", fp32="parts")
     assert compiled(norm._add_norm, {"SPLITS": splits, "BLOCK": 2048, "EARLY": True}, 8, types)
 
 
-@pytest.mark.parametrize("gelu", [False, True])
-def test_linear(gelu: bool) -> None:
-    constants = {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "BIAS": True, "GELU": gelu, "EVEN": True}
-    constants |= {"ALL_LATE": gelu, "EARLY": True}
-    assert compiled(linear._linear, constants, 4, typed(bf16="x w bias out"))
+@pytest.mark.parametrize(("gelu", "rows", "narrow"), [(False, 16, False), (True, 16, False), (False, 64, True)])
+def test_linear(gelu: bool, rows: int, narrow: bool) -> None:
+    block_n, block_k, warps, _ = linear.shape_for(rows, narrow)
+    constants = {"BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "BIAS": True, "GELU": gelu, "EVEN": True}
+    constants |= {"ALL_LATE": gelu or narrow, "EARLY": True}
+    assert compiled(linear._linear, constants, warps, typed(bf16="x w bias out"))
+
+
+def test_the_number_of_rows_compiles_nothing_anew() -> None:
+    """Heads are also sampled outside graphs, for any number of rows."""
+    assert [p.name for p in linear._linear.params if p.do_not_specialize] == ["m_rows"]
 
 
 def test_attention() -> None:

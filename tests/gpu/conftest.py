@@ -19,7 +19,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-INTERPRETED = ("test_kernels.py", "test_sample_kernel.py")  # run on a CPU too, under TRITON_INTERPRET=1
+# run on a CPU too, under TRITON_INTERPRET=1
+INTERPRETED = ("test_kernels.py", "test_region_kernel.py", "test_sample_kernel.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -25,7 +25,7 @@ ATTENTIONS = [(1, 2, 2, 64), (3, 2, 1, 32)]
 RELAYS = [(9, 192, 5)]
 if not INTERPRETED:
     RELAYS += [(1, 2048, 128), (64, 2048, 128)]
-    LINEARS += [(2048, 14336, 6144), (2048, 51_200, None)]
+    LINEARS += [(2048, 14336, 6144), (2048, 51_200, None), (8192, 1024, None)]
     ATTENTIONS += [(40, 2, 2, 32), (40, 2, 2, 64), (1, 32, 32, 64), (64, 32, 32, 64)]
 
 
@@ -39,10 +39,11 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("rows", [1, 16, 70] if INTERPRETED else [1, 3, 16, 64, 70])
 @pytest.mark.parametrize(("width", "outputs", "gelu_from"), LINEARS)
-def test_linear(rows, width, outputs, gelu_from):
+@pytest.mark.parametrize("narrow", [False, True])
+def test_linear(rows, width, outputs, gelu_from, narrow):
     x, weight, bias = normal(rows, width), normal(outputs, width, seed=1, scale=width**-0.5), normal(outputs, seed=2)
     out = torch.full((rows, outputs), float("nan"), dtype=DTYPE, device=DEVICE)
-    linear(x, weight, bias, out, gelu_from)
+    linear(x, weight, bias, out, gelu_from, narrow=narrow)
     assert distance(out, linear_reference(x.float(), weight.float(), bias.float(), gelu_from)) < 5e-3
 
 

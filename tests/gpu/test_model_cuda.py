@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from photon_backend.engine.fused import FusedText
+from photon_backend.engine.fused_region import FusedRegion
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.model.config import ModelConfig, TextConfig
 from photon_backend.model.crops import make_crops
 from photon_backend.model.generate import generate
-from photon_backend.model.text import Text
+from photon_backend.model.moondream import Moondream
 from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.model.weights import load_model, random_model
 from tests.model.cases import MAX_TOKENS, cases, prompt
@@ -60,29 +61,37 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
 def test_early_launch_changes_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At Moondream 2's widths, where kernels last long enough to overlap: a load before its time would show."""
     config = ModelConfig(text=TextConfig(n_layers=6, vocab_size=1024))
-    text = random_model(config, "cuda", torch.bfloat16, seed=1).requires_grad_(False).text
-    expected = _forward(text, config.text, rows, monkeypatch, early=False)
+    model = random_model(config, "cuda", torch.bfloat16, seed=1).requires_grad_(False)
+    expected = _forward(model, rows, monkeypatch, early=False)
     for _ in range(20):
-        assert torch.equal(_forward(text, config.text, rows, monkeypatch, early=True), expected)
+        assert torch.equal(_forward(model, rows, monkeypatch, early=True), expected)
 
 
 def _forward(
-    text: Text, config: TextConfig, rows: int, monkeypatch: pytest.MonkeyPatch, early: bool, pages: int = 40
+    model: Moondream, rows: int, monkeypatch: pytest.MonkeyPatch, early: bool, pages: int = 40
 ) -> torch.Tensor:
-    """Logits of five steps in one graph, each fed what the one before left."""
+    """What the heads say, of language and of regions, after five steps in one graph. Every third row is fed what the
+    step before left, the others a coordinate or a size."""
+    config = model.config.text
     monkeypatch.setattr("photon_backend.kernels.early.ENABLED", early)
     cache = KVCache(config, rows * pages, 16, torch.device("cuda"), torch.bfloat16)
     torch.manual_seed(0)
     cache.k.normal_()
     cache.v.normal_()
-    fused = FusedText(text, cache)
+    fused, region = FusedText(model.text, cache), FusedRegion(model.region)
+    row, value = torch.arange(rows, device="cuda"), torch.rand(rows, 2, device="cuda")
     table = torch.arange(rows * pages, device="cuda").reshape(rows, pages)
     x = torch.randn(rows, config.dim, device="cuda", dtype=torch.bfloat16)
     logits, position = torch.empty(rows, config.vocab_size, device="cuda"), torch.full((rows,), 500, device="cuda")
+    bins = torch.empty(rows, 3, model.config.region.size_bins, device="cuda")  # as many of a coordinate
 
     def steps() -> None:
         for _ in range(5):
+            region.encode(row, row % 3, value, x)
             fused.forward(x, position, table, logits)
+            points, extents = region.heads(x)
+            bins[:, 0].copy_(points)
+            bins[:, 1:].copy_(extents)
             position.add_(1)
 
     stream, graph, start = torch.cuda.Stream(), torch.cuda.CUDAGraph(), x.clone()
@@ -96,4 +105,4 @@ def _forward(
         steps()
     graph.replay()
     torch.cuda.synchronize()  # before the graph's memory goes
-    return logits
+    return torch.cat([logits, bins.flatten(1)], 1)
