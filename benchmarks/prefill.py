@@ -175,7 +175,8 @@ def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
     encoder = PictureEncoder(vision)
     tflop = tflop_per_crop(vision.config)
     print(f"ceiling: {tflop:.3g} TFLOP a crop, {1e3 * tflop / TFLOPS:.3g} ms of one H200 at {TFLOPS:.0f} TFLOP/s")
-    if on_gpu:
+    graphed = on_gpu and not options.no_graphs
+    if graphed:
         begun = time.perf_counter()
         encoder.capture()
         print(f"graphs captured in {time.perf_counter() - begun:.1f} s")
@@ -192,7 +193,7 @@ def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
             encoder.run(encoder.load([pixels]))
 
         ways: dict[str, Callable[[], object]] = {"eager": eager}
-        if on_gpu and count >= LEAST:
+        if graphed and count >= LEAST:
             ways["graphs"] = graphs
         for name, work in ways.items():
             device, host = measure(work, on_gpu, options.repeat)

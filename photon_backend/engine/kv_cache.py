@@ -83,9 +83,9 @@ def prefill_mask(cached_len: int, prefix_len: int, length: int, like: Tensor) ->
     """What new positions, from `cached_len` on, see of `length` positions whose first `prefix_len` see one another.
 
     Either nothing is cached or the whole prefix is. Returns [length - cached_len, length] of the dtype of `like`: 0, or
-    minus infinity. Made on the device, once a step: half a megabyte of booleans for a picture took longer to make and
-    to copy up, and attention turned them into such numbers in every layer, and copied them once more where a line was
-    not a multiple of 8 long.
+    minus infinity. Made on the device, once a step: so the host neither makes half a megabyte of booleans for a picture
+    nor copies it up, and attention need not turn them into such numbers in every layer. Lines begin at multiples of 8
+    numbers: on a GPU attention would copy a mask whose lines do not, in every layer too.
     """
     wide = like.new_full((length - cached_len, -(-length // 8) * 8), float("-inf")).triu_(cached_len + 1)
     if cached_len < prefix_len:

@@ -169,24 +169,14 @@ class Runner:
         It comes first, so a step that fails later leaves rows that write to their own pages only. Two copies up, one
         for each dtype.
         """
-        rows, most = self.rows, self.rows.page_table.shape[1]
+        rows, most = self.rows, self.rows.page_table.shape[1]  # pages of a row
         slot.load_rows([r.row for r in batch])
         row = slot.rows[: len(batch)]
-        numbers = self._upload(
-            [
-                [
-                    r.state,
-                    r.length,
-                    r.think_until,
-                    r.top_k,
-                    r.seed,
-                    *r.automaton,
-                    *r.pages,
-                    *[0] * (most - len(r.pages)),
-                ]
-                for r in batch
-            ]
-        )
+        table = np.zeros((len(batch), 8 + most), np.int64)
+        for line, r in zip(table, batch, strict=True):
+            line[:8] = r.state, r.length, r.think_until, r.top_k, r.seed, *r.automaton
+            line[8 : 8 + len(r.pages)] = r.pages
+        numbers = self._upload(table)
         rows.next_token.index_fill_(0, row, 0)
         for column, of_row in enumerate((rows.state, rows.position, rows.think_until, rows.top_k, rows.seed)):
             of_row[row] = numbers[:, column]
@@ -247,6 +237,10 @@ class Runner:
             self.cache.copy_pages(source, target)
 
     def _upload(self, values: object, dtype: type = np.int64) -> Tensor:
-        """A device tensor; from pinned memory on a GPU, whose allocator keeps it until the copy has run."""
+        """A device tensor; from pinned memory on a GPU, whose allocator keeps it until the copy has run.
+
+        The allocator hands out powers of two and gives none back. One that it lacks it must pin first, which may wait
+        for the device: with the first steps, and whenever more is in flight than ever before.
+        """
         host = torch.from_numpy(np.ascontiguousarray(values, dtype))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host

@@ -11,10 +11,10 @@ encoding of 13 crops. They are put into pinned memory by the engine thread, 0.43
 arrive, every waiting picture would hold pinned memory, which is never given back.
 
 Price, at Moondream 2's shape in bfloat16: 12 graphs, of 2 to 13 crops, some 300 kernels each, run once before their
-capture. Memory: 27 MB of buffers, and a pool for what the largest piece needs at once, a quarter of a GB by the sizes
-of its tensors, in which the others find room. It is not the pool of the decode graphs, though it could be: all replays
-run on one stream, and nothing in either pool is read after its replay. It would save what a decode step needs, some MB.
-Seconds and bytes of the captures and of the graphs themselves have not been measured.
+capture. Memory: 27 MB of buffers, 57 MB pinned on the host, and a pool for what the largest piece needs at once, a
+quarter of a GB by the sizes of its tensors, in which the others find room. It is not the pool of the decode graphs,
+though it could be: all replays run on one stream, and nothing in either pool is read after its replay. It would save
+what a decode step needs, some MB. Seconds and bytes of the captures and of the graphs themselves were not measured.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class PictureEncoder:
         One pass over the pixels, straight into pinned memory, whose allocator keeps it until the copy has run.
         """
         count = sum(len(picture) for picture in pictures)
-        host = torch.empty((count, *self._crops.shape[1:]), dtype=torch.uint8, pin_memory=self._crops.is_cuda)
+        host = self._host(count)
         np.concatenate(pictures, out=host.numpy())
         self._crops[:count].copy_(host, non_blocking=True)
         return count
@@ -100,10 +100,15 @@ class PictureEncoder:
         else:
             self._features[:count].copy_(self._vision.encode_crops(self._crops[:count]))
 
+    def _host(self, count: int) -> Tensor:
+        return torch.empty((count, *self._crops.shape[1:]), dtype=torch.uint8, pin_memory=self._crops.is_cuda)
+
     @torch.inference_mode()
     def capture(self) -> None:
-        """Makes a graph of each number of crops that pictures can have, the largest first, for whose memory the others
-        are small enough."""
+        """Makes a graph of each number of crops that pictures have, the largest first: the others fit into its memory.
+
+        And pins memory for their pixels, so that hardly any tick must: that may wait for the device.
+        """
         device = self._crops.device
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         begun = time.monotonic()
@@ -117,4 +122,5 @@ class PictureEncoder:
                 self.run(count)
             self._graphs[count] = graph
             log.info("graph of %d crops captured after %.1f s", count, time.monotonic() - begun)
+        _ = [self._host(count) for count in range(LEAST, self.most + 1)]  # all at once; the allocator keeps them
         torch.cuda.empty_cache()  # what was computed outside the pool, on a stream that nobody uses again
