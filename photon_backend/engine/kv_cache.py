@@ -56,8 +56,8 @@ class Segment:
 
     begin: int  # in the packed step
     end: int
-    keys: Tensor  # int64 [M]: flat positions of everything it may see, its own new ones included
-    mask: Tensor  # bool [end - begin, M]
+    keys: Tensor | None  # int64 [M]: flat positions of everything it may see; None when all of it is new in this step
+    mask: Tensor  # dtype [end - begin, M]: what is added to the scores, 0 or minus infinity
 
 
 class PagedPrefill:
@@ -71,10 +71,26 @@ class PagedPrefill:
         keys, values = self._cache.flat(layer)
         keys[self._write] = k
         values[self._write] = v
-        out = torch.empty_like(q)
+        parts = []
         for s in self._segments:
-            out[s.begin : s.end] = _attention(q[s.begin : s.end], keys[s.keys], values[s.keys], s.mask)
-        return out
+            new = slice(s.begin, s.end)
+            seen = (k[new], v[new]) if s.keys is None else (keys[s.keys], values[s.keys])
+            parts.append(_attention(q[new], *seen, s.mask))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def prefill_mask(cached_len: int, prefix_len: int, length: int, like: Tensor) -> Tensor:
+    """What new positions, from `cached_len` on, see of `length` positions whose first `prefix_len` see one another.
+
+    Either nothing is cached or the whole prefix is. Returns [length - cached_len, length] of the dtype of `like`: 0, or
+    minus infinity. Made on the device, once a step: so the host neither makes half a megabyte of booleans for a picture
+    nor copies it up, and attention need not turn them into such numbers in every layer. Lines begin at multiples of 8
+    numbers: on a GPU attention would copy a mask whose lines do not, in every layer too.
+    """
+    wide = like.new_full((length - cached_len, -(-length // 8) * 8), float("-inf")).triu_(cached_len + 1)
+    if cached_len < prefix_len:
+        wide[:prefix_len, :prefix_len].zero_()
+    return wide[:, :length]
 
 
 class PagedDecode:
@@ -106,7 +122,7 @@ class PagedDecode:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [n, H, E], k and v [M, K, E], mask [n, M] -> [n, H, E]"""
+    """q [n, H, E], k and v [M, K, E], mask dtype [n, M] -> [n, H, E]"""
     out = scaled_dot_product_attention(
         q.transpose(0, 1)[None],
         k.transpose(0, 1)[None],

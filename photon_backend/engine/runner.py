@@ -9,7 +9,7 @@ relay and the KV writes right. P5: arguments are never changed after they were h
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from photon_backend.engine.kv_cache import KVCache, PagedDecode, PagedPrefill, Segment
+from photon_backend.engine.kv_cache import KVCache, PagedDecode, PagedPrefill, Segment, prefill_mask
 from photon_backend.engine.rows import COORDINATE, SIZE, Rows
 from photon_backend.engine.sampler import sample_step
 from photon_backend.engine.slots import POISONED, DecodeSlot
+from photon_backend.engine.vision_graphs import PictureEncoder
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.region import Region
 
@@ -96,9 +97,12 @@ class Runner:
         self.automata = self.rows.automata
         self._fused: FusedText | None = None
         self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
-        self._encode: Callable[..., None] = partial(encode_in_torch, model.region)
+        self._embed_values: Callable[..., None] = partial(encode_in_torch, model.region)
         self._heads: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
         self._sample: Callable[..., None] = partial(sample_step, self.rows)
+        self._encode_pictures: Callable[[Sequence[np.ndarray], Sequence[tuple[int, int]]], Tensor] = (
+            self._encode_at_once
+        )
         if kernels and self.device.type == "cuda":  # Triton is there wherever torch has CUDA
             self.use_kernels()
 
@@ -114,7 +118,13 @@ class Runner:
             self._fused = FusedText(self.model.text, self.cache)
         if FusedRegion.supports(self.model.region):
             region = FusedRegion(self.model.region)
-            self._encode, self._heads = region.encode, region.heads
+            self._embed_values, self._heads = region.encode, region.heads
+
+    def use_vision_graphs(self) -> None:
+        """From now on pictures are encoded through CUDA graphs, which are captured here."""
+        encoder = PictureEncoder(self.model.vision)
+        encoder.capture()
+        self._encode_pictures = encoder.encode
 
     # ---- forward
 
@@ -158,7 +168,7 @@ class Runner:
         if self.debug:
             rows.next_token.index_fill_(0, row, POISONED)
         if spatial:
-            self._encode(row, rows.kind, rows.value, x)
+            self._embed_values(row, rows.kind, rows.value, x)
         return position, pages
 
     def sample(self, slot: DecodeSlot, number: int, spatial: bool, masked: bool, automata: bool) -> None:
@@ -174,24 +184,24 @@ class Runner:
     def _set_rows(self, slot: DecodeSlot, batch: list[PrefillRow]) -> None:
         """A row's state starts here: everything a former owner left is overwritten.
 
-        It comes first, so a step that fails later leaves rows that write to their own pages only.
+        It comes first, so a step that fails later leaves rows that write to their own pages only. Two copies up, one
+        for each dtype.
         """
-        number, rows = len(batch), self.rows
+        rows, most = self.rows, self.rows.page_table.shape[1]  # pages of a row
         slot.load_rows([r.row for r in batch])
-        row = slot.rows[:number]
+        row = slot.rows[: len(batch)]
+        table = np.zeros((len(batch), 8 + most), np.int64)
+        for line, r in zip(table, batch, strict=True):
+            line[:8] = r.state, r.length, r.think_until, r.top_k, r.seed, *r.automaton
+            line[8 : 8 + len(r.pages)] = r.pages
+        numbers = self._upload(table)
         rows.next_token.index_fill_(0, row, 0)
-        rows.state[row] = self._upload([r.state for r in batch])
-        rows.position[row] = self._upload([r.length for r in batch])
-        rows.think_until[row] = self._upload([r.think_until for r in batch])
-        rows.temperature[row] = self._upload([r.temperature for r in batch], np.float32)
-        rows.top_p[row] = self._upload([r.top_p for r in batch], np.float32)
-        rows.top_k[row] = self._upload([r.top_k for r in batch])
-        rows.seed[row] = self._upload([r.seed for r in batch])
-        rows.automata.start(row, self._upload([r.automaton for r in batch]))
-        table = np.zeros((number, rows.page_table.shape[1]), np.int64)
-        for i, r in enumerate(batch):
-            table[i, : len(r.pages)] = r.pages
-        rows.page_table[row] = self._upload(table)
+        for column, of_row in enumerate((rows.state, rows.position, rows.think_until, rows.top_k, rows.seed)):
+            of_row[row] = numbers[:, column]
+        rows.automata.start(row, numbers[:, 5:8])
+        rows.page_table[row] = numbers[:, 8:]
+        fractions = self._upload([[r.temperature, r.top_p] for r in batch], np.float32)
+        rows.temperature[row], rows.top_p[row] = fractions.unbind(1)
 
     def _prompt_embeddings(self, batch: list[PrefillRow]) -> Tensor:
         """[T, D]: prefix, where it is computed, and prompt of each sequence, packed."""
@@ -216,25 +226,27 @@ class Runner:
         return x
 
     def _put_pictures(self, x: Tensor, begins: list[int], rows: list[PrefillRow]) -> None:
-        pixels = self._upload(np.concatenate([r.pixels for r in rows if r.pixels is not None]), np.uint8)
-        embeddings = self.model.vision.encode(pixels, [r.tiling for r in rows])
+        embeddings = self._encode_pictures([r.pixels for r in rows if r.pixels is not None], [r.tiling for r in rows])
         for begin, embedding in zip(begins, embeddings, strict=True):
             x[begin : begin + len(embedding)] = embedding
 
+    def _encode_at_once(self, pictures: Sequence[np.ndarray], tilings: Sequence[tuple[int, int]]) -> Tensor:
+        """As `PictureEncoder.encode`, all crops in one pass of the encoder."""
+        return self.model.vision.encode(self._upload(np.concatenate(pictures), np.uint8), tilings)
+
     def _segments(self, batch: list[PrefillRow]) -> tuple[Tensor, list[Segment]]:
-        """Flat positions that the step writes, and what each sequence sees."""
+        """Flat positions that the step writes, and what each sequence sees. One copy up for all of it."""
         size = self.cache.page_size
-        writes, segments, begin = [], [], 0
-        for r in batch:
-            position = np.arange(r.length)
-            flat = np.array(r.pages)[position // size] * size + position % size
-            new = position[r.cached_len :, None]
-            mask = (position <= new) | ((position < r.prefix_len) & (new < r.prefix_len))
-            writes.append(flat[r.cached_len :])
-            end = begin + len(new)
-            segments.append(Segment(begin, end, self._upload(flat), self._upload(mask, np.bool_)))
-            begin = end
-        return self._upload(np.concatenate(writes)), segments
+        flat = [np.array(r.pages)[np.arange(r.length) // size] * size + np.arange(r.length) % size for r in batch]
+        writes = [f[r.cached_len :] for f, r in zip(flat, batch, strict=True)]
+        reads = [f if r.cached_len else f[:0] for f, r in zip(flat, batch, strict=True)]
+        ends = np.cumsum([len(w) for w in writes]).tolist()
+        write, *keys = self._upload(np.concatenate(writes + reads)).split([ends[-1], *map(len, reads)])
+        segments = []
+        for r, begin, end, seen in zip(batch, [0, *ends], ends, keys, strict=False):
+            mask = prefill_mask(r.cached_len, r.prefix_len, r.length, self.model.text.wte)
+            segments.append(Segment(begin, end, seen if r.cached_len else None, mask))
+        return write, segments
 
     def _copy_tails(self, pairs: list[tuple[int, int] | None]) -> None:
         present = [p for p in pairs if p is not None]
@@ -243,6 +255,10 @@ class Runner:
             self.cache.copy_pages(source, target)
 
     def _upload(self, values: object, dtype: type = np.int64) -> Tensor:
-        """A device tensor; from pinned memory on a GPU, whose allocator keeps it until the copy has run."""
+        """A device tensor; from pinned memory on a GPU, whose allocator keeps it until the copy has run.
+
+        The allocator hands out powers of two and gives none back. One that it lacks it must pin first, which may wait
+        for the device: with the first steps, and whenever more is in flight than ever before.
+        """
         host = torch.from_numpy(np.ascontiguousarray(values, dtype))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host

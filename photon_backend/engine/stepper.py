@@ -42,6 +42,7 @@ class Stepper:
         self.graphs: DecodeGraphs | None = None
         if settings.graphs and not settings.debug and table.device.type == "cuda":  # debug asserts wait for the device
             self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
+            self.runner.use_vision_graphs()
         self.compute, self.copy = make_streams(table.device, delay)
         self.trace = Trace(self.compute)
         self.busy_ms = self.idle_ms = 0.0  # of the device, while steps followed each other

@@ -52,12 +52,7 @@ class Vision(nn.Module):
         tilings: (rows, columns) of each picture, C = sum of 1 + rows * columns; ValueError otherwise.
         Returns [pictures, N, D].
         """
-        counts = [1 + rows * columns for rows, columns in tilings]
-        if sum(counts) != crops.shape[0]:
-            raise ValueError(f"{crops.shape[0]} crops for tilings {list(tilings)} that need {sum(counts)}")
-        features = self.encode_crops(crops).split(counts)
-        merged = [self.merge(part, tiling) for part, tiling in zip(features, tilings, strict=True)]
-        return self.proj_mlp(torch.stack(merged))
+        return self.project(self.merge_all(self.encode_crops(crops), tilings))
 
     def encode_crops(self, crops: Tensor) -> Tensor:
         """crops: uint8 [C, side, side, 3] -> features [C, N, W], after the final LayerNorm."""
@@ -72,6 +67,17 @@ class Vision(nn.Module):
         grid, patch = self.config.grid, self.config.enc_patch_size
         split = pixels.reshape(-1, grid, patch, grid, patch, self.config.in_channels)
         return split.permute(0, 1, 3, 5, 2, 4).reshape(crops.shape[0], grid * grid, -1)
+
+    def merge_all(self, features: Tensor, tilings: Sequence[tuple[int, int]]) -> list[Tensor]:
+        """features: [C, N, W] of several pictures, as `encode_crops` gives them -> [N, 2 W] of each."""
+        counts = [1 + rows * columns for rows, columns in tilings]
+        if sum(counts) != features.shape[0]:
+            raise ValueError(f"{features.shape[0]} crops for tilings {list(tilings)} that need {sum(counts)}")
+        return [self.merge(part, tiling) for part, tiling in zip(features.split(counts), tilings, strict=True)]
+
+    def project(self, merged: list[Tensor]) -> Tensor:
+        """[N, 2 W] of each picture -> [pictures, N, D]."""
+        return self.proj_mlp(torch.stack(merged))
 
     def merge(self, features: Tensor, tiling: tuple[int, int]) -> Tensor:
         """features: [1 + rows * columns, N, W] of one picture -> [N, 2 W]: global, then local."""

@@ -1,0 +1,217 @@
+"""Encoding the crops of pictures, eager against CUDA graphs, and the launches of a whole prefill step.
+
+    python -m benchmarks.prefill [--device cpu|cuda] [--dtype float32|bfloat16] [--random-weights] [--repeat N]
+    python -m benchmarks.prefill --launches
+
+For each number of crops that a picture can have: milliseconds from the first copy to the last kernel (CUDA events, so
+what the GPU waits for between launches counts; wall time on a CPU), and host milliseconds until the call returns, when
+the engine thread can do something else. Both include the copy of the pixels from ordinary memory, which the two ways
+do differently; merging and projection, eager in both, are left out. The ceiling is the arithmetic of the encoder at
+the rate that torch reaches on one H200. On a CPU there is only the eager half. The last line is JSON.
+
+`--launches` counts instead: torch operations that would launch something on a GPU, on a CPU in bfloat16, with Moondream
+2's layers and positions and a small width, on which no count depends. A copy to the device is one, and so is a replay:
+graphs are counted as if they were there. What an operation launches inside is not seen, and one copy is too many, of
+row numbers between two buffers of the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from benchmarks.decode import load_any, parser_of
+from photon_backend.engine.kv_cache import KVCache
+from photon_backend.engine.runner import PrefillRow, Runner
+from photon_backend.engine.slots import DecodeSlot
+from photon_backend.engine.vision_graphs import LEAST, PictureEncoder
+from photon_backend.model.config import ModelConfig, RegionConfig, TextConfig, VisionConfig
+from photon_backend.model.weights import random_model
+
+WIDTH, HEADS = 32, 2  # of the model whose launches are counted
+PAGE = 16
+TFLOPS = 450.0  # what eager torch reaches on one H200, measured
+NINE = (2, 4)  # tiles of a picture of 850 x 600, 9 crops with the global one
+BATCHES = {
+    "one picture of 9 crops": [(NINE, False)],
+    "4 pictures of 9 crops": [(NINE, False)] * 4,
+    "one with a cached prefix": [(NINE, True)],
+    "4 with cached prefixes": [(NINE, True)] * 4,
+}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations by name, but for those that only look at a tensor in another way or make room for one."""
+
+    QUIET = ("empty", "empty_like", "new_empty", "empty_strided", "_unsafe_view", "lift_fresh", "detach")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        if not func.is_view and name not in self.QUIET:
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def counted_as(self, name: str) -> Iterator[None]:
+        """What happens inside counts as one launch."""
+        before = self.counts.copy()
+        yield
+        self.counts = before + Counter({name: 1})
+
+
+class Replayed(PictureEncoder):
+    """Encodes on a CPU and counts as the graphs do."""
+
+    launches: Launches
+
+    def run(self, count: int) -> None:
+        with self.launches.counted_as("replay"):
+            super().run(count)
+
+
+def row_of(number: int, config: ModelConfig, tiling: tuple[int, int], cached: bool) -> PrefillRow:
+    """A question of 12 tokens about a picture, whose prefix is in the pages already if it is `cached`."""
+    side, crops = config.vision.crop_size, 1 + tiling[0] * tiling[1]
+    num_pages = -(-(config.prefix_len + 12) // PAGE)
+    return PrefillRow(
+        row=number, pages=list(range(number * num_pages, (number + 1) * num_pages)),
+        cached_len=config.prefix_len if cached else 0, prefix_len=config.prefix_len, prompt_ids=[7] * 12,
+        coords=[], sizes=[], pixels=None if cached else np.zeros((crops, side, side, 3), np.uint8), tiling=tiling,
+        load_tail=None, save_tail=None, state=0, think_until=0, temperature=0.0, top_p=1.0, top_k=0, seed=0,
+        automaton=(0, 0, 1),
+    )  # fmt: skip
+
+
+class Counted:
+    """A runner on a CPU, with Moondream 2's layers, whose prefill steps are counted."""
+
+    def __init__(self) -> None:
+        self.config = config = ModelConfig(
+            TextConfig(dim=WIDTH, ff_dim=WIDTH, n_heads=HEADS, n_kv_heads=HEADS, vocab_size=512),
+            VisionConfig(enc_dim=WIDTH, enc_ff_dim=WIDTH, enc_n_heads=HEADS, proj_out_dim=WIDTH, proj_inner_dim=WIDTH),
+            RegionConfig(dim=WIDTH, inner_dim=WIDTH),
+        )
+        cpu, dtype = torch.device("cpu"), torch.bfloat16
+        model = random_model(config, "cpu", dtype, seed=0).requires_grad_(False)
+        self.runner = Runner(model, KVCache(config.text, 256, PAGE, cpu, dtype), 4, debug=False)
+        self.slot = DecodeSlot(config, 4, cpu, dtype)
+        self._upload = self.runner._upload
+        self._encoders = self.runner._encode_pictures, Replayed(model.vision)
+
+    def launches(self, batch: list[tuple[tuple[int, int], bool]], graphs: bool) -> Counter[str]:
+        """Of a step with such (tiling, cached), by operation."""
+        mode, runner = Launches(), self.runner
+        eager, replayed = self._encoders
+        replayed.launches = mode
+        self.slot.loaded = []  # its rows go up anew
+
+        def upload(*args, **kwargs):
+            with mode.counted_as("to the device"):
+                return self._upload(*args, **kwargs)
+
+        runner._upload = upload  # type: ignore[method-assign]
+        runner._encode_pictures = replayed.encode if graphs else eager
+        with torch.no_grad(), mode:  # in inference mode a linear would not come apart
+            runner.prefill(self.slot, [row_of(i, self.config, *of) for i, of in enumerate(batch)])
+        return mode.counts
+
+
+def count_launches() -> list[dict[str, object]]:
+    counted, results = Counted(), []
+    for what, batch in BATCHES.items():
+        for graphs in (False, True):
+            launches = counted.launches(batch, graphs)
+            name = "graphs" if graphs else "eager"
+            print(f"{what:<32} {name:>6} {launches.total():>5} launches", flush=True)
+            results.append({"batch": what, "graphs": graphs, "launches": launches.total(), "by_name": launches})
+    return results
+
+
+def tflop_per_crop(config: VisionConfig) -> float:
+    """Of the encoder: its linears, and scores and sums of attention."""
+    width, patches = config.enc_dim, config.num_patches
+    layer = 4 * width**2 + 2 * width * config.enc_ff_dim + 2 * width * patches
+    first = config.in_channels * config.enc_patch_size**2 * width
+    return 2e-12 * patches * (config.enc_n_layers * layer + first)
+
+
+def measure(work: Callable[[], object], on_gpu: bool, repeat: int) -> tuple[float, float]:
+    """Median milliseconds of (the device, the host until the call returns); the device rests before each call."""
+    work()
+    device, host = [], []
+    for _ in range(repeat):
+        if on_gpu:
+            torch.cuda.synchronize()
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+        started = time.perf_counter()
+        work()
+        host.append(1e3 * (time.perf_counter() - started))
+        if on_gpu:
+            end.record()
+            end.synchronize()
+            device.append(begin.elapsed_time(end))
+    return median(device or host), median(host)
+
+
+@torch.inference_mode()
+def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
+    """Each number of crops, eager and, on a GPU, through graphs."""
+    vision, on_gpu = load_any(options).vision, options.device != "cpu"
+    side, channels = vision.config.crop_size, vision.config.in_channels
+    encoder = PictureEncoder(vision)
+    tflop = tflop_per_crop(vision.config)
+    print(f"ceiling: {tflop:.3g} TFLOP a crop, {1e3 * tflop / TFLOPS:.3g} ms of one H200 at {TFLOPS:.0f} TFLOP/s")
+    graphed = on_gpu and not options.no_graphs
+    if graphed:
+        begun = time.perf_counter()
+        encoder.capture()
+        print(f"graphs captured in {time.perf_counter() - begun:.1f} s")
+    print("crops     way  device ms    host ms  TFLOP/s")
+    results: list[dict[str, object]] = []
+    for count in range(1, encoder.most + 1):
+        pixels = np.random.RandomState(count).randint(0, 256, (count, side, side, channels), np.uint8)
+
+        def eager(pixels: np.ndarray = pixels) -> torch.Tensor:
+            host = torch.from_numpy(np.concatenate([pixels]))
+            return vision.encode_crops(host.pin_memory().to(options.device, non_blocking=True) if on_gpu else host)
+
+        def graphs(pixels: np.ndarray = pixels) -> None:
+            encoder.run(encoder.load([pixels]))
+
+        ways: dict[str, Callable[[], object]] = {"eager": eager}
+        if graphed and count >= LEAST:
+            ways["graphs"] = graphs
+        for name, work in ways.items():
+            device, host = measure(work, on_gpu, options.repeat)
+            rate = 1e3 * tflop * count / device
+            print(f"{count:>5} {name:>7} {device:>10.3f} {host:>10.3f} {rate:>8.3g}", flush=True)
+            results.append({"crops": count, "way": name, "device_ms": device, "host_ms": host, "tflop_per_s": rate})
+    return results
+
+
+def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--launches", action="store_true")
+    parser.add_argument("--repeat", type=int, default=7, help="runs, of which the median counts")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    results = count_launches() if options.launches else measure_encoding(options)
+    print(json.dumps({"benchmark": "prefill", "device": options.device, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,126 @@
+"""The vision encoder in pieces, each a CUDA graph: one launch for the crops of a piece instead of some 300.
+
+A piece is the crops of one picture, or of several whole ones, at most as many as one picture can have (13 of Moondream
+2). So no picture lies in two pieces, and its features are stitched straight from the buffer that the graph filled.
+Stitching, pooling and projection stay eager: they depend on the tiling, of which there are dozens.
+
+P1: pixels, replay and stitching of one piece, then those of the next, are queued on the compute stream in this order,
+so one input and one output buffer are enough for both slots. The pixels, too, are copied there and not on the copy
+stream: a copy beside the replay before would take a second buffer and an event, to save 5.6 MB over PCIe beside the
+encoding of 13 crops. They are put into pinned memory by the engine thread, 0.43 MB a crop: were it done where they
+arrive, every waiting picture would hold pinned memory, which is never given back.
+
+Price, at Moondream 2's shape in bfloat16: 12 graphs, of 2 to 13 crops, some 300 kernels each, run once before their
+capture. Memory: 27 MB of buffers, 57 MB pinned on the host, and a pool for what the largest piece needs at once, a
+quarter of a GB by the sizes of its tensors, in which the others find room. It is not the pool of the decode graphs,
+though it could be: all replays run on one stream, and nothing in either pool is read after its replay. It would save
+what a decode step needs, some MB. Seconds and bytes of the captures and of the graphs themselves were not measured.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from photon_backend.model.vision import Vision
+
+log = logging.getLogger("photon.engine")
+
+LEAST = 2  # crops of a picture: the global one and a tile
+
+
+def pieces(counts: Sequence[int], most: int) -> list[slice]:
+    """Cuts a row of pictures into as few pieces as whole pictures in their order allow.
+
+    counts: crops of each picture; most: of a piece. ValueError when a picture alone has more.
+    """
+    cut: list[slice] = []
+    begin = held = 0
+    for i, count in enumerate(counts):
+        if count > most:
+            raise ValueError(f"a picture of {count} crops, {most} at most")
+        if held + count > most:
+            cut.append(slice(begin, i))
+            begin, held = i, 0
+        held += count
+    return [*cut, slice(begin, len(counts))]
+
+
+class PictureEncoder:
+    """Encodes pictures through buffers that keep their addresses; through graphs of its steps once they are captured.
+
+    crops     uint8 [M, side, side, 3]  of a piece, M crops at most
+    features  dtype [M, N, W]           of that piece, behind the encoder
+    """
+
+    def __init__(self, vision: Vision) -> None:
+        config, weight = vision.config, vision.pos_emb
+        self.most = 1 + config.max_crops
+        self._vision = vision
+        shape = (self.most, config.crop_size, config.crop_size, config.in_channels)
+        self._crops = torch.zeros(shape, dtype=torch.uint8, device=weight.device)
+        self._features = torch.zeros(
+            self.most, config.num_patches, config.enc_dim, dtype=weight.dtype, device=weight.device
+        )
+        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+
+    def encode(self, pictures: Sequence[np.ndarray], tilings: Sequence[tuple[int, int]]) -> Tensor:
+        """Embeddings [pictures, N, D], on the current stream: as `Vision.encode`, but for rounding in other batches.
+
+        pictures: uint8 [C, side, side, 3] each, the global crop first, C = 1 + rows * columns of its tiling.
+        """
+        merged: list[Tensor] = []
+        for piece in pieces([len(picture) for picture in pictures], self.most):
+            count = self.load(pictures[piece])
+            self.run(count)
+            merged += self._vision.merge_all(self._features[:count], tilings[piece])
+        return self._vision.project(merged)
+
+    def load(self, pictures: Sequence[np.ndarray]) -> int:
+        """Copies the crops of one piece in and returns how many they are.
+
+        One pass over the pixels, straight into pinned memory, whose allocator keeps it until the copy has run.
+        """
+        count = sum(len(picture) for picture in pictures)
+        host = self._host(count)
+        np.concatenate(pictures, out=host.numpy())
+        self._crops[:count].copy_(host, non_blocking=True)
+        return count
+
+    def run(self, count: int) -> None:
+        """Features of the first `count` crops."""
+        graph = self._graphs.get(count)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._features[:count].copy_(self._vision.encode_crops(self._crops[:count]))
+
+    def _host(self, count: int) -> Tensor:
+        return torch.empty((count, *self._crops.shape[1:]), dtype=torch.uint8, pin_memory=self._crops.is_cuda)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Makes a graph of each number of crops that pictures have, the largest first: the others fit into its memory.
+
+        And pins memory for their pixels, so that hardly any tick must: that may wait for the device.
+        """
+        device = self._crops.device
+        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        begun = time.monotonic()
+        for count in range(self.most, LEAST - 1, -1):
+            torch.cuda.synchronize(device)
+            with torch.cuda.stream(stream):
+                self.run(count)  # loads kernels and lets libraries allocate, which a capture must not
+            torch.cuda.synchronize(device)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                self.run(count)
+            self._graphs[count] = graph
+            log.info("graph of %d crops captured after %.1f s", count, time.monotonic() - begun)
+        _ = [self._host(count) for count in range(LEAST, self.most + 1)]  # all at once; the allocator keeps them
+        torch.cuda.empty_cache()  # what was computed outside the pool, on a stream that nobody uses again
