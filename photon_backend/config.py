@@ -50,9 +50,8 @@ class Settings(msgspec.Struct, frozen=True):
     beat_ms: Annotated[float, Meta(gt=0, le=1000)] = 200.0  # heartbeat period
     # a tick that takes longer ends the engine; 0: 15 s, on a CPU and 200 s more for each billion weights
     tick_limit_s: Annotated[float, Meta(ge=0)] = 0.0
-    client_silence_s: Annotated[float, Meta(gt=0)] = (
-        30.0  # without a word a front end counts as hung; one that ended is noticed at once
-    )
+    # without a word for so long a front end counts as hung; one that ended is noticed at once
+    client_silence_s: Annotated[float, Meta(gt=0)] = 30.0
 
     max_image_bytes: Positive = 20 * 1024 * 1024  # encoded
     max_image_pixels: Positive = 50_000_000  # read from the header, before decoding

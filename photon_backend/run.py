@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import queue
 import sys
@@ -56,6 +57,8 @@ def main(arguments: argparse.Namespace) -> int:
     except (ValueError, RuntimeError, AssertionError) as error:  # checkpoint, device, memory
         print(f"[INTERNAL] {next(iter(str(error).splitlines()), type(error).__name__)}", file=sys.stderr)
         return 1
+    if isinstance(sys.stdout, io.TextIOWrapper):  # answers are in any script, whatever the locale can show
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     print(json.dumps(document) if arguments.json else document["text"])
     return 0
 

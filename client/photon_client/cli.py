@@ -7,6 +7,7 @@ Exit codes: 0 answered, 1 the server failed or the time ran out, 2 wrong argumen
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -38,6 +39,8 @@ exit code: 0 answered, 1 failed or out of time, 2 wrong arguments, 3 server not 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # answers are in any script, whatever the locale can show
+        sys.stdout.reconfigure(encoding="utf-8", errors="backslashreplace")
     try:
         _run(arguments)
         sys.stdout.flush()

@@ -34,6 +34,7 @@ from photon_backend.frontend.session import FrontEnd, Response, Session
 from photon_backend.frontend.tensors import error_response, read_request, triton_response
 from photon_backend.log import set_up_logging
 from photon_backend.numbers import Account, Sender, Tally
+from photon_backend.processes import return_memory
 from photon_backend.protocol import (
     Cancel,
     Done,
@@ -75,6 +76,7 @@ class Handler:
 
     def __init__(self, name: str) -> None:
         self._settings: Settings = read_settings()
+        return_memory()
         set_up_logging(name, self._settings.log_level)
         self._front_end = FrontEnd(self._settings)
         self._sign = Sign(self._settings.run_dir, name)

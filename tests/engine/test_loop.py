@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 from harness import CLIENT, Answer, Bench, request
 from msgspec.structs import replace
 
@@ -379,3 +380,38 @@ def test_a_broken_tick_answers_everything_unavailable(checkpoint, monkeypatch):
     bench.engine._thread.join(60)
     assert isinstance(bench.engine.failure, RuntimeError)
     assert {answer.reason for answer in bench.answers.values()} == {"UNAVAILABLE"}
+
+
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: unspecified launch failure"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), False),
+    ],
+    ids=["cuda", "kernel", "memory"],
+)
+def test_a_device_that_is_lost_ends_the_engine(checkpoint, monkeypatch, error, ends):
+    """No later call on it can succeed, so every open request is told so at once. Without a GPU it is played: the error
+    is raised in a step, and the engine believes that it has one. Memory that is missing costs the step only."""
+    bench = Bench(checkpoint, rows=2)
+    for i in range(3):
+        bench.submit(*request(f"r{i}", checkpoint, i, task="query", reasoning=False, max_tokens=20))
+    bench.tick()
+    monkeypatch.setattr(bench.engine, "settings", replace(bench.engine.settings, device="cuda"))
+    read, failed = bench.engine.stepper.read, []
+
+    def broken(step):
+        if not failed:
+            failed.append(step)
+            raise error
+        return read(step)
+
+    monkeypatch.setattr(bench.engine.stepper, "read", broken)
+    bench.engine.start()
+    for _ in range(3):
+        assert bench.ended.acquire(timeout=60)
+    bench.engine.stop()
+    reasons = {answer.reason for answer in bench.answers.values()}
+    assert failed and (bench.engine.failure is error) == ends
+    assert reasons == {"UNAVAILABLE"} if ends else "INTERNAL" in reasons and "UNAVAILABLE" not in reasons

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -309,6 +310,18 @@ def test_cli_prints_one_json_document(server: Server, client: Client, pictures: 
         assert (done.returncode, done.stderr) == (0, b"")
         assert without_times(json.loads(done.stdout)) == expected
     assert json.loads(photon(server, "status", "--json").stdout).keys() == client.status().keys()
+
+
+def test_cli_prints_any_script(server: Server) -> None:
+    """Where the locale knows ASCII only, as in containers and cron jobs."""
+    answer = "日本 é 😀"
+    words = ["query", "What?", "--option", f"choice={json.dumps([answer])}"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    for extra in ([], ["--stream"], ["--json"]):
+        done = photon(server, *words, *extra, env=environment)
+        assert (done.returncode, done.stderr) == (0, b"")
+        text = done.stdout.decode()
+        assert (json.loads(text)["answer"] if extra == ["--json"] else text.strip()) == answer
 
 
 def test_cli_prints_text(server: Server, client: Client, pictures: list[bytes], tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import http.client
 import io
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -156,6 +157,23 @@ def test_large_pictures_at_once(server: Server) -> None:
         assert answer.same_result(answers[number % len(files)]), names[number // len(files)]
     print(f"{shared_memory(server) >> 20} MiB of shared memory for pictures of {len(files[0]) >> 20} MiB")
     assert_whole(server, files[0])
+
+
+def test_large_pictures_do_not_stay_in_memory(server: Server, pictures: list[bytes]) -> None:
+    """A front end had 1.3 GB for ever after a few of 49 million pixels."""
+    files = []
+    for number in range(4):
+        file = io.BytesIO()
+        Image.new("RGBA", (6000, 6000), (60 * number, 0, 0, 200)).save(file, "PNG")
+        files.append(file.getvalue())
+    with ThreadPoolExecutor(4) as threads:
+        for answer in threads.map(lambda file: doors.grpc_stream(server, image=file, **GOOD), files):
+            assert answer.finish_reason == "length"
+    assert_whole(server, pictures[0])
+    for pid, name in family(server.pid).items():
+        if name.startswith("photon_"):
+            anonymous = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+            assert anonymous and int(anonymous[1]) < 200 << 10, name
 
 
 @pytest.mark.parametrize("depth", [10_000, 100_000])

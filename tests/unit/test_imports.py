@@ -83,7 +83,7 @@ MAY_IMPORT = {
         "model.crops": "pictures are cut where it costs the engine nothing; numpy",
         "model.tokenizer": "so are texts turned into ids and back",
         "grammar.matcher": "a grammar that does not compile is refused before it reaches the engine",
-        **dict.fromkeys(("log", "alive", "draining", "numbers"), "what every stub of Triton does"),
+        **dict.fromkeys(("log", "alive", "draining", "numbers", "processes"), "what every stub of Triton does"),
     },
 }
 # Shared by the supervisor, a stub, with the engine that it starts: numbers and names only.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -156,6 +157,16 @@ def test_without_json_the_answer_alone_is_printed(
     arguments = ["--task", "detect", "--text", "star", "--option", "max_objects=2"]
     assert main(monkeypatch, "--checkpoint", checkpoint, "--image", image_file, *arguments) == 0
     assert len(json.loads(capsys.readouterr().out)["objects"]) == 2
+
+
+def test_an_answer_in_any_script_is_printed() -> None:
+    """By the bundled model, whose vocabulary can spell it, where the locale knows ASCII only."""
+    command = [sys.executable, "-m", "photon_backend", "run", "--text", "What?"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PHOTON_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--option", 'choice=["\\u65e5"]'], env=environment, capture_output=True, timeout=250
+    )
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, "日\n", b"")
 
 
 @pytest.mark.parametrize(
