@@ -107,6 +107,12 @@ def test_little_shared_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
         layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
 
 
+def test_few_open_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda limit: (64, 64))
+    with pytest.raises(LaunchError, match=r"Only 64 files may be open.*ulimit -n"):
+        layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
+
+
 def test_new_numpy(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout.importlib.metadata, "version", lambda name: "2.1.0")
     with pytest.raises(LaunchError, match=r"numpy 2\.1\.0.*numpy<2"):
