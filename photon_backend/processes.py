@@ -32,10 +32,16 @@ def end_with_parent(signal_number: int, parent: int) -> None:
 
 def raise_limits() -> None:
     """Of what this process executes: threads have stacks of STACK_BYTES, and OPEN_FILES may be open, connections among
-    them; less where a hard limit is less."""
-    for limit, wanted in ((resource.RLIMIT_STACK, STACK_BYTES), (resource.RLIMIT_NOFILE, OPEN_FILES)):
-        _, hard = resource.getrlimit(limit)
-        resource.setrlimit(limit, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
+    them; less where a hard limit is less. A stack without limit would mean 2 MiB for a thread."""
+    _, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (_within(STACK_BYTES, hard), hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < OPEN_FILES:  # less than 0: no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_within(OPEN_FILES, hard), hard))
+
+
+def _within(wanted: int, hard: int) -> int:
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def return_memory() -> None:

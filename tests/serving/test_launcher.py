@@ -90,8 +90,13 @@ def test_a_setting_that_cannot_be_starts_nothing(checkpoint: Path, tmp_path: Pat
 def test_a_log_that_cannot_be_written_stops_nobody() -> None:
     """Disk full, or its reader has gone: whoever prints must not wait for ever."""
     lines = io.BytesIO(b"a line\n" * 10_000)
-    _relay(lines, Path("/dev/full"))
+    _relay(lines, os.open("/dev/full", os.O_WRONLY))
     assert not lines.read()
+
+
+def test_a_log_where_there_is_no_directory(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), start_server(checkpoint, log=tmp_path / "none" / "log"):
+        pass
 
 
 def test_free_ports_are_different_ones() -> None:
