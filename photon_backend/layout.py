@@ -18,6 +18,7 @@ import importlib.metadata
 import os
 import random
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -32,6 +33,7 @@ SHM = Path("/dev/shm")
 PREFIX = "photon-"
 SHM_BYTES = 16 << 20  # of one stub's region at its start, and each step by which it grows
 SHM_SPARE = 64 << 20  # for pictures in flight
+FILES = 256  # that one process must be able to open: tritonserver has some 80 of them before anybody connects
 FIRST_PORT = 10_000  # of those that a server gets that was given none
 SOCKET_PATH_MAX = 107  # bytes of a Unix socket's path
 
@@ -215,6 +217,9 @@ def check(checkpoint: Path, host: str, ports: dict[str, int], stubs: int) -> Non
         raise LaunchError(f"The checkpoint {checkpoint} has no model.safetensors.")
     for variable, port in ports.items():
         check_port(host, port, variable)
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < FILES:  # less than 0: no limit
+        raise LaunchError(f"Only {files} files may be open and {FILES} are needed; raise the hard limit (ulimit -n).")
     need = stubs * SHM_BYTES + SHM_SPARE
     free = shutil.disk_usage(SHM).free
     if free < need:

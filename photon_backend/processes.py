@@ -14,6 +14,7 @@ M_MMAP_THRESHOLD = -3
 # `curl -d` does: 3 MB of picture ended the server with the usual 8 MiB. So does JSON nested 100,000 levels deep. Costs
 # address space only, until somebody sends such a thing.
 STACK_BYTES = 256 << 20
+OPEN_FILES = 1 << 16
 
 
 def end_with_parent(signal_number: int, parent: int) -> None:
@@ -29,11 +30,18 @@ def end_with_parent(signal_number: int, parent: int) -> None:
         sys.exit(f"the parent process {parent} is gone")
 
 
-def enlarge_stacks() -> None:
-    """Threads of what this process executes have stacks of STACK_BYTES, or of the hard limit when that is less."""
+def raise_limits() -> None:
+    """Of what this process executes: threads have stacks of STACK_BYTES, and OPEN_FILES may be open, connections among
+    them; less where a hard limit is less. A stack without limit would mean 2 MiB for a thread."""
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
-    size = STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_STACK, (size, hard))
+    resource.setrlimit(resource.RLIMIT_STACK, (_within(STACK_BYTES, hard), hard))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= soft < OPEN_FILES:  # less than 0: no limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (_within(OPEN_FILES, hard), hard))
+
+
+def _within(wanted: int, hard: int) -> int:
+    return wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
 
 
 def return_memory() -> None:
@@ -52,7 +60,7 @@ def main() -> None:
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     end_with_parent(signal.SIGTERM, parent)
-    enlarge_stacks()
+    raise_limits()
     os.execv(command[0], command)
 
 

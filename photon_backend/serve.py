@@ -230,6 +230,7 @@ def _start_triton(
         f"--log-verbose={int(level >= 3)}",
     ]
     libraries = f"{layout.triton_libraries()}:{private.libraries}"
+    sink = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666) if log else os.dup(STDERR)
     process = subprocess.Popen(
         [sys.executable, "-m", "photon_backend.processes", str(os.getpid()), *command],
         env={
@@ -245,23 +246,21 @@ def _start_triton(
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C reaches the launcher only, which ends the rest in order
     )
-    threading.Thread(target=_relay, args=(process.stdout, log), name="log", daemon=True).start()
+    threading.Thread(target=_relay, args=(process.stdout, sink), name="log", daemon=True).start()
     return process
 
 
-def _relay(lines: IO[bytes], log: Path | None) -> None:
+def _relay(lines: IO[bytes], sink: int) -> None:
     """Copies what the processes print, to their last word, without Triton's lines that mean nothing here.
 
     A line that cannot be written (disk full, nobody reads any more) is lost: all processes would stop in their next
-    one if this thread did not go on reading.
+    one if this thread did not go on reading. `sink` is a descriptor, closed at the end.
     """
-    fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT) if log else STDERR
     for line in lines:
         if not any(noise in line for noise in NOISE):
             with contextlib.suppress(OSError):
-                os.write(fd, line)
-    if log:
-        os.close(fd)
+                os.write(sink, line)
+    os.close(sink)
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:

@@ -36,7 +36,7 @@ def _attend(
 ):  # fmt: skip
     if EARLY:
         gdc_wait()
-        gdc_launch_dependents()  # no sooner: two kernels on, the second linear reads what was written before this wait
+        gdc_launch_dependents()  # no sooner: `linear_split`, two kernels on, reads what this wait was for
     b = tl.program_id(0)
     h = tl.program_id(1)
     split = tl.program_id(2)

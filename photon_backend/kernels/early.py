@@ -6,7 +6,8 @@ while the last programs of the one before end. Measured at Moondream 2's shape: 
 Every program of such a kernel releases the next one (`gdc_launch_dependents`), which then starts as soon as there is
 room, and waits (`gdc_wait`) for the end of the whole kernel before, which waited for its own. After the wait it sees
 all that came before it, as without early launch. Before the wait: no store, and no load but of weights. One exception:
-`linear_split` reads what its last kernel but one left, see there.
+`linear_split` reads what was there before the kernel before it could start, since attention releases the next kernel
+only after its own wait.
 
 A kernel without the wait (relay, sampling, torch's own) is launched as ever, after the end of the one before.
 """

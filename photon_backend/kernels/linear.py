@@ -40,7 +40,7 @@ def _accumulate(
             weights = tl.load(tile)
         else:
             weights = tl.load(tile, (n[:, None] < n_out) & (k[None, :] < end), 0.0)
-        # past L1, which may hold what these addresses held a layer ago: early programs have no wait behind them
+        # past L1, which may hold what these addresses held a layer ago: in the early part no wait came before
         place = x + m[None, :] * x_stride + k[:, None]
         rows = tl.load(place, (m[None, :] < m_rows) & (k[:, None] < end), 0.0, cache_modifier=".cg")
         acc = tl.dot(weights, rows, acc)
@@ -103,8 +103,9 @@ def linear(
 def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int) -> Tensor:
     """Partial sums over K: the sum of float32 out [splits, M, N] over its first dimension is x weight^T, without bias.
 
-    Of x only the first `late` columns may be written by the kernel just before. The others must be there when that
-    kernel ends its own wait, and it may release the next one no sooner.
+    Of x only the first `late` columns may be written by the kernel just before. The others are read without a wait, so
+    they must be there before that kernel can start: behind attention they are, whose first kernel waits for everything
+    before it and only then releases its second.
 
     The sum is left to the kernel that needs it anyway (`norm.add_norm`), in a fixed order: atomics would make a token
     depend on timing.

@@ -62,8 +62,11 @@ def _first(best, best_id):
 
 
 @triton.jit
-def _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED: tl.constexpr):
-    """float32 [W, 32] of W mask words: minus infinity where an id is not legal. NaN is the highest, as in torch."""
+def _legal_logits(line, of_state, table, bound, host_mask, begin, width, words, MASKED: tl.constexpr, W: tl.constexpr):
+    """Ids int32 [W, 32] of W mask words from `begin` on, and their logits float32 [W, 32]: minus infinity where an id
+    is not legal. NaN is the highest, as in torch."""
+    lane = tl.arange(0, 32)
+    word = begin + tl.arange(0, W)
     ids = word[:, None] * 32 + lane[None, :]
     inside = ids < width
     value = tl.load(line + ids, inside, float("-inf"))
@@ -71,19 +74,16 @@ def _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, wo
     if MASKED:
         bits = bits & tl.load(host_mask + word, word < words, 0)
     legal = ((bits[:, None] >> lane[None, :]) & 1) != 0
-    return tl.where(legal, tl.where(value == value, value, float("inf")), float("-inf"))
+    return ids, tl.where(legal, tl.where(value == value, value, float("inf")), float("-inf"))
 
 
 @triton.jit
 def _likeliest(line, of_state, table, bound, host_mask, width, words, MASKED: tl.constexpr, W: tl.constexpr):
     """The legal id with the highest logit, the lowest such, and that logit."""
-    lane = tl.arange(0, 32)
     best = tl.full((W, 32), float("-inf"), tl.float32)
     best_id = tl.zeros((W, 32), tl.int32)
     for begin in range(0, words, W):
-        word = begin + tl.arange(0, W)
-        ids = word[:, None] * 32 + lane[None, :]
-        value = _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED)
+        ids, value = _legal_logits(line, of_state, table, bound, host_mask, begin, width, words, MASKED, W)
         best_id = tl.where(value > best, ids, best_id)
         best = tl.maximum(best, value)
     return _first(best, best_id), tl.max(best)
@@ -101,9 +101,7 @@ def _draw(
     best = tl.full((W, 32), float("-inf"), tl.float32)
     best_id = tl.zeros((W, 32), tl.int32)
     for begin in range(0, words, W):
-        word = begin + tl.arange(0, W)
-        ids = word[:, None] * 32 + lane[None, :]
-        value = _legal_logits(line, of_state, table, bound, host_mask, word, lane, width, words, MASKED)
+        ids, value = _legal_logits(line, of_state, table, bound, host_mask, begin, width, words, MASKED, W)
         weight = tl.exp((value - high) / warm)
         chance = value / warm + _gumbel(key, ids)
         tl.store(weights + ids, weight, ids < width)
@@ -158,6 +156,22 @@ def _put_value(values, out_values, row, b, first, second):
     tl.store(values + row * 2 + 1, second)
     tl.store(out_values + b * 2, first)
     tl.store(out_values + b * 2 + 1, second)
+
+
+@triton.jit
+def _take_values(
+    points, extents, point_values, extent_values, point_bins, extent_bins, values, out_values, row, b, coordinate, size,
+    POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
+):  # fmt: skip
+    """What the region heads say of a row whose next input is a coordinate, or a size."""
+    if coordinate:
+        value = tl.load(point_values + _first_bin(points + b * point_bins, point_bins, POINT_BINS))
+        _put_value(values, out_values, row, b, value, value)
+    if size:
+        line_of_bins = extents + b * 2 * extent_bins
+        across = tl.load(extent_values + _first_bin(line_of_bins, extent_bins, EXTENT_BINS))
+        down = tl.load(extent_values + _first_bin(line_of_bins + extent_bins, extent_bins, EXTENT_BINS))
+        _put_value(values, out_values, row, b, across, down)
 
 
 @triton.jit
@@ -216,14 +230,10 @@ def _sample(
         token = tl.where(size, SIZE, token)
         token = tl.where(ends, EOS, token)
         coordinate = (coordinate & (ends == 0)) | (thinks & (token == COORD))
-        if coordinate:
-            value = tl.load(point_values + _first_bin(points + b * point_bins, point_bins, POINT_BINS))
-            _put_value(values, out_values, row, b, value, value)
-        if size:
-            line_of_bins = extents + b * 2 * extent_bins
-            across = tl.load(extent_values + _first_bin(line_of_bins, extent_bins, EXTENT_BINS))
-            down = tl.load(extent_values + _first_bin(line_of_bins + extent_bins, extent_bins, EXTENT_BINS))
-            _put_value(values, out_values, row, b, across, down)
+        _take_values(
+            points, extents, point_values, extent_values, point_bins, extent_bins, values, out_values, row, b,
+            coordinate, size, POINT_BINS, EXTENT_BINS,
+        )  # fmt: skip
         tl.store(kinds + row, tl.where(size, 2, tl.where(coordinate, 1, 0)).to(tl.int64))
     else:
         tl.store(kinds + row, tl.zeros((), tl.int64))

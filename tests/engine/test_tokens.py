@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from harness import Bench, request
+from harness import CLIENT, Bench, request
 from tiny_checkpoint import PICTURES, picture
 
 from photon_backend.engine.sampler import draw
@@ -18,9 +19,10 @@ from photon_backend.model.crops import make_crops
 from photon_backend.model.generate import GreedyRun
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model
-from photon_backend.protocol import Submit
+from photon_backend.protocol import Picture, Submit
 
 NUMBER = 32
+PAGES_OF_PICTURE = 3  # bos and 36 embeddings, 16 positions a page
 
 
 def requests(checkpoint: Path, number: int = NUMBER, **changes):
@@ -120,6 +122,34 @@ def test_a_pool_that_is_too_small_changes_nothing(make_bench, checkpoint, alone,
     bench = make_bench(overlap=overlap, pages=9)
     assert run_all(bench, requests(checkpoint)) == alone
     assert bench.engine.cache.num_dropped > 0
+
+
+class Gallery(Bench):
+    """Its pictures are numbers: noise of another size and content for each."""
+
+    def bring(self, request_id: str) -> None:
+        number = int(self.pictures[request_id])
+        pixels = np.random.RandomState(number).randint(0, 256, (20 + number % 50, 30 + number % 70, 3)).astype(np.uint8)
+        crops, tiling = make_crops(pixels, self.engine.config.vision)
+        self.engine.post(CLIENT, Picture(request_id, tiling), crops)
+
+
+def of_picture(checkpoint: Path, i: int, number: int) -> tuple[Submit, str | None]:
+    return request(f"r{i}", checkpoint, i, picture=str(number), max_tokens=4, max_objects=1)
+
+
+def test_two_hundred_pictures_through_a_pool_of_ten(checkpoint):
+    """Three prompts each, shuffled: entries are evicted, shared and asked for again all the time."""
+    told = []
+    for cached in (True, False):
+        bench = Gallery(checkpoint, prefix_cache=cached, pages=10 * PAGES_OF_PICTURE, max_waiting=600)
+        numbers = [number for number in range(200) for _ in range(3)]
+        random.Random(5).shuffle(numbers)
+        told.append(run_all(bench, [of_picture(checkpoint, i, number) for i, number in enumerate(numbers)]))
+        if cached:
+            assert bench.engine.cache.num_dropped > 100 and bench.engine.cache.hits > 0
+        bench.close()
+    assert told[0] == told[1] and len(told[0]) == 600
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -90,8 +90,13 @@ def test_a_setting_that_cannot_be_starts_nothing(checkpoint: Path, tmp_path: Pat
 def test_a_log_that_cannot_be_written_stops_nobody() -> None:
     """Disk full, or its reader has gone: whoever prints must not wait for ever."""
     lines = io.BytesIO(b"a line\n" * 10_000)
-    _relay(lines, Path("/dev/full"))
+    _relay(lines, os.open("/dev/full", os.O_WRONLY))
     assert not lines.read()
+
+
+def test_a_log_where_there_is_no_directory(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), start_server(checkpoint, log=tmp_path / "none" / "log"):
+        pass
 
 
 def test_free_ports_are_different_ones() -> None:
@@ -104,6 +109,12 @@ def test_little_shared_memory(checkpoint: Path, monkeypatch: pytest.MonkeyPatch)
     usage = namedtuple("usage", "total used free")(64 << 20, 0, 64 << 20)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     with pytest.raises(LaunchError, match=r"/dev/shm has 64 MiB.*--shm-size"):
+        layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
+
+
+def test_few_open_files(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda limit: (64, 64))
+    with pytest.raises(LaunchError, match=r"Only 64 files may be open.*ulimit -n"):
         layout.check(checkpoint, "127.0.0.1", FREE, stubs=4)
 
 
