@@ -2,6 +2,7 @@
 and half and half.
 
     python -m benchmarks.constrained [--device cpu|cuda] [--batch 1,16,64] [--context N] [--tokens N] [--random-weights]
+                                     [--kinds KIND,...]
 
 The bundled model with its own vocabulary, or, with `--random-weights`, Moondream 2's shape and 51,200 made-up tokens:
 
@@ -130,12 +131,12 @@ class ConstrainedLoad(Load):
         super().close()
 
 
-def kinds() -> dict[str, list[Kind]]:
-    """Those that can be had here."""
+def kinds(wanted: list[str]) -> list[str]:
+    """Those of them that can be had here."""
     if importlib.util.find_spec("llguidance") is not None:
-        return KINDS
+        return wanted
     print("llguidance is not installed: rows with a host matcher are left out")
-    return {name: kind for name, kind in KINDS.items() if matcher not in kind}
+    return [name for name in wanted if matcher not in KINDS[name]]
 
 
 def settings_for(options: argparse.Namespace, batch: int, overlap: bool) -> Settings:
@@ -176,6 +177,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--context", type=int, default=64, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=96, help="per row")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of rows, `free` among them")
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batch.split(",")]
     options.tokens += -options.tokens % TOKENS_OF_BOX
@@ -184,7 +186,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    options.kinds = kinds()
+    options.kinds = kinds(options.kinds.split(","))
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as directory:
         made_up = Path(directory)

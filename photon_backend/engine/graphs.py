@@ -32,6 +32,16 @@ def buckets_for(rows: int) -> list[int]:
     return buckets
 
 
+def can_capture() -> bool:
+    """Not under torch's allocator `cudaMallocAsync`: what it allocates during a capture belongs to the graph and has no
+    address of its own yet, Triton's kernels refuse it, and torch ends the process as it gives up the capture.
+    """
+    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return True
+    log.warning("no CUDA graphs under the allocator cudaMallocAsync: steps are launched kernel by kernel")
+    return False
+
+
 class DecodeGraphs:
     def __init__(self, runner: Runner, slots: list[DecodeSlot], buckets: list[int]) -> None:
         """Captures every graph. The scratch row alone takes part, so no other state changes."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from photon_backend.config import Settings
-from photon_backend.engine.graphs import DecodeGraphs, buckets_for
+from photon_backend.engine.graphs import DecodeGraphs, buckets_for, can_capture
 from photon_backend.engine.kv_cache import KVCache, page_bytes
 from photon_backend.engine.pipeline import NUM_SLOTS, Step
 from photon_backend.engine.runner import PrefillRow, Runner
@@ -40,7 +40,8 @@ class Stepper:
         self.tables = self.runner.automata.tables
         self.slots = [DecodeSlot(model.config, buckets[-1], table.device, table.dtype) for _ in range(NUM_SLOTS)]
         self.graphs: DecodeGraphs | None = None
-        if settings.graphs and not settings.debug and table.device.type == "cuda":  # debug asserts wait for the device
+        wanted = settings.graphs and not settings.debug  # whose asserts wait for the device
+        if wanted and table.device.type == "cuda" and can_capture():
             self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
             self.runner.use_vision_graphs()
         self.compute, self.copy = make_streams(table.device, delay)

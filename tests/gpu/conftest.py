@@ -11,6 +11,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from tiny_checkpoint import write_checkpoint
 
+from photon_backend.engine.graphs import can_capture
+
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -31,3 +33,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             runs = os.environ.get("TRITON_INTERPRET") == "1" and item.path.name in INTERPRETED
             if not torch.cuda.is_available() and not runs:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture
+def captures() -> None:
+    """Of a test that captures a CUDA graph by itself; an engine does without under an allocator that cannot."""
+    if not can_capture():
+        pytest.skip("this allocator cannot capture")

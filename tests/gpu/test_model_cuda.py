@@ -56,6 +56,7 @@ def test_bfloat16_is_close_to_float32(tmp_path: Path) -> None:
     assert torch.nn.functional.cosine_similarity(one, other, dim=-1).min() > 0.99
 
 
+@pytest.mark.usefixtures("captures")
 @pytest.mark.parametrize("rows", [1, 4, 16, 64])
 @torch.inference_mode()
 def test_early_launch_changes_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:

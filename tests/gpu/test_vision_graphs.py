@@ -105,6 +105,7 @@ def test_step_after_step_through_both_slots(checkpoint, on_cpu, lag, at_once):
     assert told_by(checkpoint, "cuda", prefill_crops=at_once, delay=delay) == on_cpu
 
 
+@pytest.mark.usefixtures("captures")
 def test_steps_of_pictures_wait_for_nothing(checkpoint, on_cpu):
     """Several pieces a step: torch raises at a call that waits, and then the step ends INTERNAL."""
     bench = Bench(checkpoint, device="cuda", debug=False, prefix_cache=False)
