@@ -1,11 +1,12 @@
-"""The text model's decode step through our kernels: about five launches a layer instead of some fifteen.
+"""The text model through our kernels: about five launches a layer instead of some fifteen (decode) or sixty (prefill).
 
-The block is parallel, so two weight-streaming linears a layer are enough: [qkv ; fc1] on the normed input, and
-[proj | fc2] on the concatenation of attention output and MLP hidden. Around them: the seam (sum of split-K parts, bias,
-residual, LayerNorm) and attention (rope, KV write, paged attention). The model's own parameters become views of the
-merged ones, so no weight exists twice and prefill runs as before.
+The block is parallel, so two linears a layer are enough: [qkv ; fc1] on the normed input, and [proj | fc2] on the
+concatenation of attention output and MLP hidden. Around them: the seam (sum of split-K parts, bias, residual,
+LayerNorm) and attention (rope, KV write, paged attention). The few rows of a decode step go through our own linears,
+which stream the weights; the many of a prefill through the library's. The model's own parameters become views of the
+merged ones, so no weight exists twice.
 
-The slow path is `Text.forward` with `PagedDecode`; tests compare the two.
+The slow path is `Text.forward` with `PagedDecode` or `PagedPrefill`; tests compare the two.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from photon_backend.engine.kv_cache import KVCache
 from photon_backend.kernels.attention import DecodeAttention
 from photon_backend.kernels.linear import linear, linear_split
 from photon_backend.kernels.norm import add_norm
+from photon_backend.kernels.prefill import Packed, attend, spread
 from photon_backend.model.text import Text, TextBlock, rope_tables
 
 
@@ -81,6 +83,28 @@ class FusedText:
             attention(work, *self.cache.flat(layer), positions, pages, self.rope, attended)
             parts, bias = linear_split(joined, block.w_out, sums, late=width), block.b_out
         add_norm(x, parts, bias, self.post_ln.weight, self.post_ln.bias, normed)
+        linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
+
+    def prefill(self, x: Tensor, packed: Packed, page_table: Tensor, hidden: Tensor, logits: Tensor) -> None:
+        """New positions of several sequences, whose keys and values go to their pages.
+
+        x [T, D]: inputs, overwritten; page_table int64 [rows, pages]. Of the last token of each sequence writes hidden
+        [sequences, D], before the final LN, and logits float32 [sequences, V]. Five launches a layer.
+        """
+        heads, page_size = self.config.n_heads, self.cache.page_size
+        normed, joined = torch.empty_like(x), x.new_empty(len(x), self.blocks[0].w_out.shape[1])
+        parts, bias = None, self.blocks[0].b_out
+        for layer, block in enumerate(self.blocks):
+            pages = self.cache.flat(layer)
+            add_norm(x, parts, bias, block.ln.weight, block.ln.bias, normed)
+            merged = torch.addmm(block.b_in, normed, block.w_in.t())
+            spread(merged, joined, *pages, packed, page_table, self.rope, heads, page_size)
+            attend(joined, *pages, packed, page_table, heads, page_size)
+            parts, bias = torch.mm(joined, block.w_out.t())[None], block.b_out
+        assert parts is not None
+        hidden.copy_(x[packed.last])
+        normed = torch.empty_like(hidden)
+        add_norm(hidden, parts[:, packed.last], bias, self.post_ln.weight, self.post_ln.bias, normed)
         linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
 
     def _attention_for(self, batch: int) -> DecodeAttention:

@@ -55,7 +55,7 @@ class DecodeGraphs:
             for spatial, samples in ((False, True), (True, True), (True, False)):
                 self._capture(slot, batch, spatial, samples)
             log.info("graphs of batch %d captured after %.1f s", batch, time.monotonic() - begun)
-        self._compile_masked(slots[0])
+        self._compile_others(slots[0])
 
     def bucket(self, number: int) -> int:
         return next(b for b in self.buckets if b >= number)
@@ -65,10 +65,11 @@ class DecodeGraphs:
         self._graphs[slot, batch, spatial or not samples, samples].replay()
 
     @torch.inference_mode()
-    def _compile_masked(self, slot: DecodeSlot) -> None:
-        """Sampling with a host grammar runs outside the graphs; its kernels are compiled now, not in a tick."""
+    def _compile_others(self, slot: DecodeSlot) -> None:
+        """Prefill, and sampling with a host grammar, run outside the graphs; their kernels are compiled now."""
         slot.load_rows([self._runner.scratch])
         with torch.cuda.stream(self._stream):
+            self._runner.compile_prefill(slot)
             for spatial in (False, True):
                 self._runner.sample(slot, 1, spatial, masked=True, automata=True)
         torch.cuda.synchronize()

@@ -96,6 +96,7 @@ class Runner:
         self.rows.page_table[self.scratch] = cache.scratch_page
         self.automata = self.rows.automata
         self._fused: FusedText | None = None
+        self._prefill: Callable[[Tensor, list[PrefillRow], Tensor, Tensor], None] = self._prefill_in_torch
         self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
         self._embed_values: Callable[..., None] = partial(encode_in_torch, model.region)
         self._heads: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
@@ -116,6 +117,7 @@ class Runner:
         self._relay, self._sample = relay, SampleKernel(self.rows)
         if FusedText.supports(self.model.text):
             self._fused = FusedText(self.model.text, self.cache)
+            self._prefill = self._prefill_fused
         if FusedRegion.supports(self.model.region):
             region = FusedRegion(self.model.region)
             self._embed_values, self._heads = region.encode, region.heads
@@ -133,13 +135,34 @@ class Runner:
         self._set_rows(slot, batch)
         self._copy_tails([r.load_tail for r in batch])
         x = self._prompt_embeddings(batch)
+        self._prefill(x, batch, slot.hidden[: len(batch)], slot.logits[: len(batch)])
+        self._copy_tails([r.save_tail for r in batch])
+
+    def _prefill_in_torch(self, x: Tensor, batch: list[PrefillRow], hidden: Tensor, logits: Tensor) -> None:
+        """x [T, D]: inputs; writes the hidden state and logits of the last token of each sequence."""
         positions = self._upload(np.concatenate([np.arange(r.cached_len, r.length) for r in batch]))
         attend = PagedPrefill(self.cache, *self._segments(batch))
-        hidden = self.model.text(x, positions, attend)
-        last = hidden[self._upload(np.cumsum([r.length - r.cached_len for r in batch]) - 1)]
-        slot.hidden[: len(batch)] = last
-        slot.logits[: len(batch)] = self.model.text.logits(last)
-        self._copy_tails([r.save_tail for r in batch])
+        ends = self._upload(np.cumsum([r.length - r.cached_len for r in batch]) - 1)
+        hidden.copy_(self.model.text(x, positions, attend)[ends])
+        logits.copy_(self.model.text.logits(hidden))
+
+    def _prefill_fused(self, x: Tensor, batch: list[PrefillRow], hidden: Tensor, logits: Tensor) -> None:
+        """As `_prefill_in_torch`, through the kernels."""
+        from photon_backend.kernels.prefill import pack, unpack
+
+        assert self._fused is not None
+        numbers = pack([(r.row, r.cached_len, r.prefix_len, r.length) for r in batch])
+        packed = unpack(self._upload(numbers), len(x), len(batch))
+        self._fused.prefill(x, packed, self.rows.page_table, hidden, logits)
+
+    def compile_prefill(self, slot: DecodeSlot) -> None:
+        """Runs the kernels of a prefill once, on a page that nobody reads: they are compiled now, not in a tick."""
+        if self._fused is not None:
+            from photon_backend.kernels.prefill import pack, unpack
+
+            packed = unpack(self._upload(pack([(self.scratch, 0, 0, 3)])), 3, 1)
+            x = slot.hidden.new_zeros(3, slot.hidden.shape[1])
+            self._fused.prefill(x, packed, self.rows.page_table, slot.hidden[:1], slot.logits[:1])
 
     def decode(self, slot: DecodeSlot, batch: int, num_pages: int, spatial: bool) -> None:
         """One token further for each of the slot's first `batch` rows, none of which needs more than `num_pages` pages.

@@ -18,8 +18,11 @@ from photon_backend.kernels.early import early_launch
 
 
 @triton.jit
-def _rotate(base, e, cos, sin, HALF: tl.constexpr):
-    """The head vector at `base`, first 2 * HALF dimensions rotated in pairs (i, i + HALF); float32 [E]."""
+def rotate_head(base, e, cos, sin, HALF: tl.constexpr):
+    """The head vector at `base`, first 2 * HALF dimensions rotated in pairs (i, i + HALF); float32 [E].
+
+    Of several heads at once with base [H, 1] and the others [1, E]: float32 [H, E].
+    """
     first = e < HALF
     second = (e >= HALF) & (e < 2 * HALF)
     own = tl.load(base + e).to(tl.float32)
@@ -52,12 +55,12 @@ def _attend(
     sin = tl.load(sin_table + position * HALF + pair)
     line = qkv + b * qkv_stride
     dtype = keys.dtype.element_ty
-    q = _rotate(line + h * E, e, cos, sin, HALF).to(dtype).to(tl.float32) * scale
+    q = rotate_head(line + h * E, e, cos, sin, HALF).to(dtype).to(tl.float32) * scale
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((E,), tl.float32)
     if (begin <= position) & (position < begin + stretch):
-        k = _rotate(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
+        k = rotate_head(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
         v = tl.load(line + (heads + kv_heads + kv_head) * E + e)
         if h % (heads // kv_heads) == 0:
             page = tl.load(pages + position // PAGE)

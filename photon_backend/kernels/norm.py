@@ -11,10 +11,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from photon_backend.kernels.early import early_launch
 
 EPSILON = 1e-5  # of torch.nn.LayerNorm
+MANY = 256  # rows: from here on they fill the chip, and threads of their own would only be more to start
 SHAPE: tuple[int] | None = None  # warps for all launches; benchmarks set it
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])  # nor compile anew for a prefill of other lengths
 def _add_norm(
     x, parts, bias, weight, shift, normed, rows, width,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -47,12 +48,13 @@ def _add_norm(
 
 
 def add_norm(x: Tensor, parts: Tensor | None, bias: Tensor, weight: Tensor, shift: Tensor, normed: Tensor) -> None:
-    """x [M, D] += sum(parts float32 [splits, M, D]) + bias [D], in place; normed [M, D] = LayerNorm(x; weight, shift).
+    """x [M, D] += sum(parts [splits, M, D]) + bias [D], in place; normed [M, D] = LayerNorm(x; weight, shift).
 
-    Without parts x stays as it is. All contiguous.
+    The parts are of any float dtype and added in float32. Without them x stays as it is. All contiguous.
     """
     rows, width = x.shape
     block = triton.next_power_of_2(width)
+    warps = min(32, max(4, block // 64)) if rows <= MANY else 4
     _add_norm[(rows,)](
         x,
         x if parts is None else parts,
@@ -64,7 +66,7 @@ def add_norm(x: Tensor, parts: Tensor | None, bias: Tensor, weight: Tensor, shif
         width,
         SPLITS=0 if parts is None else parts.shape[0],
         BLOCK=block,
-        num_warps=SHAPE[0] if SHAPE else min(32, max(4, block // 64)),
+        num_warps=SHAPE[0] if SHAPE else warps,
         **early_launch(x.device),
     )
 

@@ -11,7 +11,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from photon_backend.kernels import attention, linear, norm, region, relay, sample
+from photon_backend.kernels import attention, linear, norm, prefill, region, relay, sample
 
 HOPPER = GPUTarget("cuda", 90, 32)
 BF16, FP32, I64, I32 = "*bf16", "*fp32", "*i64", "*i32"
@@ -84,3 +84,22 @@ def test_attention() -> None:
     shape = {"SPLITS": 16, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 64, "EARLY": True}
     assert compiled(attention._attend, shape, 2, types | {"scale": "fp32"})
     assert compiled(attention._join, {"SPLITS": 16, "E": 64, "EARLY": True}, 1, typed(bf16="out", fp32=parts))
+
+
+def test_prefill() -> None:
+    types = typed(bf16="merged joined keys values", i64="rows positions blocks page_table", fp32="cos_table sin_table")
+    types["scale"] = "fp32"
+    sizes = {"PAGE": 16, "E": 64}
+    heads = {"HALF": 16, "HEADS": 32, "KV_HEADS": 32, "BLOCK": 1024}
+    assert "ld.global.v4" in compiled(prefill._spread, sizes | heads, 4, types)
+    blocks = {"BLOCK_Q": prefill.BLOCK_Q, "BLOCK_K": prefill.BLOCK_K}
+    assert "wgmma" in compiled(prefill._attend, sizes | blocks, 4, types)
+
+
+def test_the_number_of_tokens_compiles_nothing_anew() -> None:
+    """Nor does whether a view of what went up in one copy is aligned."""
+    free = {
+        kernel: [p.name for p in kernel.params if p.do_not_specialize] for kernel in (prefill._spread, prefill._attend)
+    }
+    assert free == {prefill._spread: ["rows", "positions"], prefill._attend: ["blocks"]}
+    assert [p.name for p in norm._add_norm.params if p.do_not_specialize] == ["rows"]
