@@ -4,8 +4,8 @@ Invariants
 - A sequence is admitted with every page it can ever need, so a running sequence never waits for memory and no rule can
   deadlock. Price: pages for tokens that are never produced stay idle until the request ends.
 - First come, first admitted among those that are ready (no picture, its prefix cached, or its pixels here). One that
-  waits for its pixels or its grammar holds up nobody; one that waits for pages or a row holds up all behind it, so none
-  starves.
+  waits for its pixels, its grammar or, one step long, a prefix that the step before it writes holds up nobody; one that
+  waits for pages or a row holds up all behind it, so none starves.
 - Prefill and decode take turns: a prefill step is never followed by another while rows can decode. And such a prefill
   step takes only so many sequences as are predicted to fit into `max_decode_gap_ms`, but always one: an image prefix
   cannot be split, so a single larger one exceeds it. What did not fit is first in line for the next prefill step.
@@ -108,9 +108,11 @@ class Scheduler:
         admissions: list[Admission] = []
         tokens = crops = 0
         for sequence in self._ready_in_order():
+            if not self._free_rows:
+                break
             entry = self._cached(sequence)
-            if not self._free_rows or (entry is not None and entry.launched_by == step_index):
-                break  # the prefix that it shares is written by this very step: it is readable by the next
+            if entry is not None and entry.launched_by == step_index:
+                continue  # the prefix that it shares is written by this very step: it is readable by the next
             more_crops, more_tokens = _work(sequence, entry)
             if admissions and self.cost.predict(crops + more_crops, tokens + more_tokens) > limit_ms:
                 break
