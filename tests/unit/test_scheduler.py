@@ -103,6 +103,7 @@ def test_a_shared_prefix_is_read_by_the_step_after_the_one_that_writes_it() -> N
 def test_one_whose_prefix_is_being_written_holds_up_nobody() -> None:
     """Three pictures, two questions each: a step for the pictures, one for the others."""
     bench = Bench()
+    bench.scheduler.cost.observe(2, 18, 1.0)  # or a step beside rows that decode takes one
     for name in ("a1", "a2", "b1", "b2", "c1", "c2"):
         bench.add(name, picture=name[0].encode() * 16).pixels = np.zeros((2, 1))
     assert bench.step() == ("prefill", ["a1", "b1", "c1"])
