@@ -33,7 +33,7 @@ class Settings(msgspec.Struct, frozen=True):
     log_level: Annotated[str, Meta(pattern="^(error|warning|info|verbose)$")] = "warning"
 
     overlap: bool = True  # False: commit right after finalize, the blocking mode
-    graphs: bool = True  # on a GPU: CUDA graphs of the decode step and of the vision encoder
+    graphs: bool = True  # on a GPU: CUDA graphs of the decode step, of short prefills and of the vision encoder
     kernels: bool = True  # on a GPU: our kernels where they can run; False: plain torch
     debug: bool = False  # poison relay cells and freed pages, assert on every read
     rows: Positive = 32  # sequences that run at once

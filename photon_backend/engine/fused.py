@@ -85,11 +85,11 @@ class FusedText:
         add_norm(x, parts, bias, self.post_ln.weight, self.post_ln.bias, normed)
         linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
 
-    def prefill(self, x: Tensor, packed: Packed, page_table: Tensor, hidden: Tensor, logits: Tensor) -> None:
-        """New positions of several sequences, whose keys and values go to their pages.
+    def prefill_layers(self, x: Tensor, packed: Packed, page_table: Tensor) -> tuple[Tensor, Tensor]:
+        """New positions of several sequences, whose keys and values go to their pages. Five launches a layer.
 
-        x [T, D]: inputs, overwritten; page_table int64 [rows, pages]. Of the last token of each sequence writes hidden
-        [sequences, D], before the final LN, and logits float32 [sequences, V]. Five launches a layer.
+        x [T, D]: inputs, overwritten; page_table int64 [rows, pages]. Returns x and parts [1, T, D], from which
+        `prefill_head` goes on. Every shape depends on the numbers of tokens and blocks alone.
         """
         heads, page_size = self.config.n_heads, self.cache.page_size
         normed, joined = torch.empty_like(x), x.new_empty(len(x), self.blocks[0].w_out.shape[1])
@@ -102,9 +102,17 @@ class FusedText:
             attend(joined, *pages, packed, page_table, heads, page_size)
             parts, bias = torch.mm(joined, block.w_out.t())[None], block.b_out
         assert parts is not None
-        hidden.copy_(x[packed.last])
+        return x, parts
+
+    def prefill_head(self, x: Tensor, parts: Tensor, last: Tensor, hidden: Tensor, logits: Tensor) -> None:
+        """x [T, D], parts [1, T, D]: what `prefill_layers` gave; last int64 [sequences]: the last token of each.
+
+        Of these writes hidden [sequences, D], before the final LN, and logits float32 [sequences, V].
+        """
+        hidden.copy_(x[last])
         normed = torch.empty_like(hidden)
-        add_norm(hidden, parts[:, packed.last], bias, self.post_ln.weight, self.post_ln.bias, normed)
+        bias = self.blocks[-1].b_out
+        add_norm(hidden, parts[:, last], bias, self.post_ln.weight, self.post_ln.bias, normed)
         linear(normed, self.lm_head.weight, self.lm_head.bias, logits)
 
     def _attention_for(self, batch: int) -> DecodeAttention:

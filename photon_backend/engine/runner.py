@@ -28,6 +28,7 @@ from photon_backend.model.region import Region
 
 if TYPE_CHECKING:
     from photon_backend.engine.fused import FusedText
+    from photon_backend.engine.prefill_graphs import PrefillGraphs
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,7 @@ class Runner:
         self.rows.page_table[self.scratch] = cache.scratch_page
         self.automata = self.rows.automata
         self._fused: FusedText | None = None
+        self._short: PrefillGraphs | None = None  # the layers of short prefills
         self._prefill: Callable[[Tensor, list[PrefillRow], Tensor, Tensor], None] = self._prefill_in_torch
         self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
         self._embed_values: Callable[..., None] = partial(encode_in_torch, model.region)
@@ -121,6 +123,17 @@ class Runner:
         if FusedRegion.supports(self.model.region):
             region = FusedRegion(self.model.region)
             self._embed_values, self._heads = region.encode, region.heads
+
+    def use_prefill_graphs(self) -> None:
+        """From now on short prefills go through CUDA graphs, which are captured here, where there are kernels for it.
+
+        Before `use_vision_graphs`: a capture gives up the pinned memory that nobody uses, and that one pins some.
+        """
+        if self._fused is not None:
+            from photon_backend.engine.prefill_graphs import PrefillGraphs
+
+            self._short = PrefillGraphs(self._fused, self.rows.page_table, self.scratch)
+            self._short.capture()
 
     def use_vision_graphs(self) -> None:
         """From now on pictures are encoded through CUDA graphs, which are captured here."""
@@ -151,18 +164,28 @@ class Runner:
         from photon_backend.kernels.prefill import pack, unpack
 
         assert self._fused is not None
-        numbers = pack([(r.row, r.cached_len, r.prefix_len, r.length) for r in batch])
-        packed = unpack(self._upload(numbers), len(x), len(batch))
-        self._fused.prefill(x, packed, self.rows.page_table, hidden, logits)
+        sequences = [(r.row, r.cached_len, r.prefix_len, r.length) for r in batch]
+        if self._short is not None and len(x) <= self._short.most:
+            x, parts, last = self._short.layers(x, sequences)
+        else:
+            packed = unpack(self._upload(pack(sequences)), len(x), len(batch))
+            x, parts = self._fused.prefill_layers(x, packed, self.rows.page_table)
+            last = packed.last
+        self._fused.prefill_head(x, parts, last, hidden, logits)
 
     def compile_prefill(self, slot: DecodeSlot) -> None:
-        """Runs the kernels of a prefill once, on a page that nobody reads: they are compiled now, not in a tick."""
+        """Runs the kernels of a prefill too long for a graph once, on a page that nobody reads: they are compiled now,
+        not in a tick. Short ones are compiled as they are captured."""
         if self._fused is not None:
+            from photon_backend.engine.prefill_graphs import BUCKETS
+            from photon_backend.kernels.norm import MANY
             from photon_backend.kernels.prefill import pack, unpack
 
-            packed = unpack(self._upload(pack([(self.scratch, 0, 0, 3)])), 3, 1)
-            x = slot.hidden.new_zeros(3, slot.hidden.shape[1])
-            self._fused.prefill(x, packed, self.rows.page_table, slot.hidden[:1], slot.logits[:1])
+            tokens = max(BUCKETS[-1], MANY) + 1
+            packed = unpack(self._upload(pack([(self.scratch, 0, 0, 1)] * tokens)), tokens, tokens)
+            x = slot.hidden.new_zeros(tokens, slot.hidden.shape[1])
+            x, parts = self._fused.prefill_layers(x, packed, self.rows.page_table)
+            self._fused.prefill_head(x, parts, packed.last[:1], slot.hidden[:1], slot.logits[:1])
 
     def decode(self, slot: DecodeSlot, batch: int, num_pages: int, spatial: bool) -> None:
         """One token further for each of the slot's first `batch` rows, none of which needs more than `num_pages` pages.

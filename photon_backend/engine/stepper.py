@@ -43,6 +43,7 @@ class Stepper:
         wanted = settings.graphs and not settings.debug  # whose asserts wait for the device
         if wanted and table.device.type == "cuda" and can_capture():
             self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
+            self.runner.use_prefill_graphs()
             self.runner.use_vision_graphs()
         self.compute, self.copy = make_streams(table.device, delay)
         self.trace = Trace(self.compute)

@@ -33,8 +33,14 @@ class Packed(NamedTuple):
     last: Tensor  # [sequences]: the last token of each
 
 
-def pack(sequences: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
-    """The numbers of a `Packed` one after another, for one copy up. sequences: row, begin, prefix, length."""
+def pack(
+    sequences: Sequence[tuple[int, int, int, int]], size: tuple[int, int] | None = None, scratch: int = 0
+) -> np.ndarray:
+    """The numbers of a `Packed` one after another, for one copy up. sequences: row, begin, prefix, length.
+
+    `size`: tokens and blocks to fill up to, with tokens at position 0 of the row `scratch` and blocks of no queries.
+    ValueError when the sequences need more.
+    """
     rows = np.concatenate([np.full(length - begin, row) for row, begin, _, length in sequences])
     positions = np.concatenate([np.arange(begin, length) for _, begin, _, length in sequences])
     ends = np.cumsum([length - begin for _, begin, _, length in sequences])
@@ -43,12 +49,25 @@ def pack(sequences: Sequence[tuple[int, int, int, int]]) -> np.ndarray:
         for end, (row, begin, prefix, length) in zip(ends, sequences, strict=True)
         for first in range(begin, length, BLOCK_Q)
     ]
-    return np.concatenate([rows, positions, ends - 1, np.array(blocks).reshape(-1)])
+    tokens, places = size or (len(rows), len(blocks))
+    if len(rows) > tokens or len(blocks) > places:
+        raise ValueError(f"{len(rows)} tokens in {len(blocks)} blocks, {tokens} in {places} at most")
+    more = tokens - len(rows)
+    filled = np.zeros((places, 5), np.int64)
+    filled[: len(blocks)] = blocks
+    return np.concatenate([rows, np.full(more, scratch), positions, np.zeros(more, np.int64), filled.ravel(), ends - 1])
+
+
+def most_blocks(tokens: int, sequences: int) -> int:
+    """Blocks that up to so many tokens of up to so many sequences can need: as many sequences as there can be, and a
+    block more for each `BLOCK_Q` of the tokens that are left beside the first of each."""
+    firsts = min(tokens, sequences)
+    return firsts + (tokens - firsts) // BLOCK_Q
 
 
 def unpack(numbers: Tensor, tokens: int, sequences: int) -> Packed:
-    """Views of what `pack` gave, of so many tokens and sequences."""
-    rows, positions, last, blocks = numbers.split([tokens, tokens, sequences, len(numbers) - 2 * tokens - sequences])
+    """Views of what `pack` gave, of so many tokens, those that fill up among them, and sequences."""
+    rows, positions, blocks, last = numbers.split([tokens, tokens, len(numbers) - 2 * tokens - sequences, sequences])
     return Packed(rows, positions, blocks.view(-1, 5), last)
 
 

@@ -89,7 +89,8 @@ MAY_IMPORT = {
 # Shared by the supervisor, a stub, with the engine that it starts: numbers and names only.
 OF_ENGINE_FOR_STUBS = {"exit_codes", "trace"}
 # These know rows, pages and slots, nothing of requests; the stepper is where the two meet.
-DEVICE = ["streams", "slots", "sampler", "runner", "rows", "kv_cache", "graphs", "vision_graphs", "fused", "tables"]
+DEVICE = ["streams", "slots", "sampler", "runner", "rows", "kv_cache", "tables"]
+DEVICE += ["fused", "graphs", "prefill_graphs", "vision_graphs"]
 OF_REQUESTS = {
     f"engine.{name}"
     for name in ["scheduler", "pipeline", "sequence", "book", "intake", "constraints", "engine", "stepper"]
