@@ -9,10 +9,11 @@ the engine thread can do something else. Both include the copy of the pixels fro
 do differently; merging and projection, eager in both, are left out. The ceiling is the arithmetic of the encoder at
 the rate that torch reaches on one H200. On a CPU there is only the eager half. The last line is JSON.
 
-`--launches` counts instead: torch operations that would launch something on a GPU, on a CPU in bfloat16, with Moondream
-2's layers and positions and a small width, on which no count depends. A copy to the device is one, and so is a replay:
-graphs are counted as if they were there. What an operation launches inside is not seen, and one copy is too many, of
-row numbers between two buffers of the host.
+`--launches` counts instead: torch operations that would launch something on a GPU, and our kernels, on a CPU in
+bfloat16, with Moondream 2's layers and positions and a small width, on which no count depends. A copy to the device is
+one, and so is a replay: kernels and graphs are counted as if they were there. What an operation launches inside is not
+seen, and some are too many: a copy of row numbers between two buffers of the host, and without graphs the GELUs of the
+encoder, which a GPU has inside a product.
 """
 
 from __future__ import annotations
@@ -24,13 +25,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.decode import load_any, parser_of
+from photon_backend.engine import fused
 from photon_backend.engine.kv_cache import KVCache
+from photon_backend.engine.prefill_graphs import PrefillGraphs
 from photon_backend.engine.runner import PrefillRow, Runner
 from photon_backend.engine.slots import DecodeSlot
 from photon_backend.engine.vision_graphs import LEAST, PictureEncoder
@@ -72,16 +76,6 @@ class Launches(TorchDispatchMode):
         self.counts = before + Counter({name: 1})
 
 
-class Replayed(PictureEncoder):
-    """Encodes on a CPU and counts as the graphs do."""
-
-    launches: Launches
-
-    def run(self, count: int) -> None:
-        with self.launches.counted_as("replay"):
-            super().run(count)
-
-
 def row_of(number: int, config: ModelConfig, tiling: tuple[int, int], cached: bool) -> PrefillRow:
     """A question of 12 tokens about a picture, whose prefix is in the pages already if it is `cached`."""
     side, crops = config.vision.crop_size, 1 + tiling[0] * tiling[1]
@@ -96,7 +90,9 @@ def row_of(number: int, config: ModelConfig, tiling: tuple[int, int], cached: bo
 
 
 class Counted:
-    """A runner on a CPU, with Moondream 2's layers, whose prefill steps are counted."""
+    """A runner on a CPU, with Moondream 2's layers, whose prefill steps are counted. Its kernels compute nothing."""
+
+    KERNELS = ("add_norm", "linear", "spread", "attend")  # as `fused` calls them
 
     def __init__(self) -> None:
         self.config = config = ModelConfig(
@@ -106,27 +102,37 @@ class Counted:
         )
         cpu, dtype = torch.device("cpu"), torch.bfloat16
         model = random_model(config, "cpu", dtype, seed=0).requires_grad_(False)
-        self.runner = Runner(model, KVCache(config.text, 256, PAGE, cpu, dtype), 4, debug=False)
+        cache = KVCache(config.text, 256, PAGE, cpu, dtype)
+        self.runner = runner = Runner(model, cache, 4, debug=False)
         self.slot = DecodeSlot(config, 4, cpu, dtype)
-        self._upload = self.runner._upload
-        self._encoders = self.runner._encode_pictures, Replayed(model.vision)
+        self.mode = Launches()
+        runner._fused = fused.FusedText(model.text, cache)
+        runner._prefill = runner._prefill_fused
+        for name in self.KERNELS:
+            setattr(fused, name, self._as_one(name, lambda *args, **kwargs: None))
+        encoder, short = PictureEncoder(model.vision), PrefillGraphs(runner._fused, runner.rows.page_table, 4)
+        encoder.run = self._as_one("replay", encoder.run)  # type: ignore[method-assign]
+        short.run = self._as_one("replay", short.run)  # type: ignore[method-assign]
+        runner._upload = self._as_one("to the device", runner._upload)  # type: ignore[method-assign]
+        self._ways = {False: (runner._encode_pictures, None), True: (encoder.encode, short)}
+
+    def _as_one(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same, counted as one launch of that name."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self.mode.counted_as(name):
+                return work(*args, **kwargs)
+
+        return counted
 
     def launches(self, batch: list[tuple[tuple[int, int], bool]], graphs: bool) -> Counter[str]:
         """Of a step with such (tiling, cached), by operation."""
-        mode, runner = Launches(), self.runner
-        eager, replayed = self._encoders
-        replayed.launches = mode
+        self.mode = Launches()
         self.slot.loaded = []  # its rows go up anew
-
-        def upload(*args, **kwargs):
-            with mode.counted_as("to the device"):
-                return self._upload(*args, **kwargs)
-
-        runner._upload = upload  # type: ignore[method-assign]
-        runner._encode_pictures = replayed.encode if graphs else eager
-        with torch.no_grad(), mode:  # in inference mode a linear would not come apart
-            runner.prefill(self.slot, [row_of(i, self.config, *of) for i, of in enumerate(batch)])
-        return mode.counts
+        self.runner._encode_pictures, self.runner._short = self._ways[graphs]
+        with torch.no_grad(), self.mode:  # in inference mode a linear would not come apart
+            self.runner.prefill(self.slot, [row_of(i, self.config, *of) for i, of in enumerate(batch)])
+        return self.mode.counts
 
 
 def count_launches() -> list[dict[str, object]]:
