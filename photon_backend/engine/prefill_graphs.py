@@ -2,8 +2,8 @@
 
 Such are the prefills of questions behind a cached picture and of questions without one. A host launches some 120
 kernels for them one by one, 9.3 ms in all where the GPU works 1.8 (12 tokens, Moondream 2's shape, one H200): that is
-their time to the first token. A picture's own prefill is longer than any graph here, and not bound by its launches,
-since its crops are encoded meanwhile.
+their time to the first token. The prefill of a picture of Moondream 2 is longer than any graph here, and not bound by
+its launches, since its crops are encoded meanwhile.
 
 There is a graph for each bucket of packed tokens. A step is filled up to its bucket with tokens of the scratch row at
 position 0, whose KV goes to the scratch page, and with blocks of no queries. So these tokens attend to nothing, nothing
