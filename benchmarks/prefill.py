@@ -13,7 +13,7 @@ the rate that torch reaches on one H200. On a CPU there is only the eager half. 
 bfloat16, with Moondream 2's layers and positions and a small width, on which no count depends. A copy to the device is
 one, and so is a replay: kernels and graphs are counted as if they were there. What an operation launches inside is not
 seen, and some are too many: a copy of row numbers between two buffers of the host, and without graphs the GELUs of the
-encoder, which a GPU has inside a product.
+encoder, which a GPU has inside a product. With graphs one is missing for each piece, a copy from its staging buffer.
 """
 
 from __future__ import annotations

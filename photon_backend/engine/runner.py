@@ -3,8 +3,9 @@
 State that advances by itself lives by row on the device (`rows.py`), so a decode step needs nothing from the host but
 which rows take part, and token t reaches forward t+1 without leaving the device (P6).
 
-P1: everything here runs on the one compute stream, in the order in which it was queued; that order is what makes the
-relay and the KV writes right. P5: arguments are never changed after they were handed over.
+P1: everything here runs on the one compute stream, in the order in which it was queued, but for pixels on their way up
+(vision_graphs.py); that order is what makes the relay and the KV writes right. P5: arguments are never changed after
+they were handed over.
 """
 
 from __future__ import annotations

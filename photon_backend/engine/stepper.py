@@ -2,6 +2,7 @@
 
 Stream order per step:  compute: forward, sample, event   copy: wait for that event, ids and values down, event
 With host grammars:     copy: masks up, event             compute: wait for that event before sampling
+With pictures, through graphs, on a stream of their encoder's own: pixels up beside earlier steps, see vision_graphs.py
 """
 
 from __future__ import annotations

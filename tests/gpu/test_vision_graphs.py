@@ -49,10 +49,23 @@ def test_every_number_of_crops_is_as_without_graphs(checkpoint, dtype, far):
 
 
 @torch.inference_mode()
-def test_many_pieces_one_after_another(checkpoint):
-    """Every piece is stitched before the next one takes its place: in float64, against one pass over all."""
+@pytest.mark.parametrize("lag", ["neither", "compute", "uploads", "both"])
+def test_many_pieces_one_after_another(checkpoint, lag):
+    """Every piece is stitched before the next one takes its place: in float64, against one pass over all. The
+    pixels come up late, or find the staging buffers of earlier ones still to be read."""
     encoder = PictureEncoder(vision(checkpoint, torch.float64))
     encoder.capture()
+    load = encoder.load
+
+    def late(pictures):
+        if lag in ("compute", "both"):
+            torch.cuda._sleep(CYCLES)
+        if lag in ("uploads", "both"):
+            with torch.cuda.stream(encoder._uploads):
+                torch.cuda._sleep(2 * CYCLES)
+        return load(pictures)
+
+    encoder.load = late
     counts = [2, 8, 3, 3, 2, 7, 5, 2, 8, 4]
     pictures, tilings = [crops(c, i) for i, c in enumerate(counts)], [tiling(c) for c in counts]
     at_once = encoder._vision.encode(torch.from_numpy(np.concatenate(pictures)).cuda(), tilings)
