@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 SUFFIX = ".alive"
+SETTLED = ".settled"
 
 
 class Sign:
@@ -23,6 +24,10 @@ class Sign:
         self._fd = lock(unlocked)
         unlocked.rename(self._path)  # never seen unlocked
 
+    def settle(self) -> None:
+        """Says that nothing is open here and nothing will be: draining.py. May be called again."""
+        self._path.with_suffix(SETTLED).touch()
+
     def withdraw(self) -> None:
         self._path.unlink(missing_ok=True)
         os.close(self._fd)
@@ -31,6 +36,12 @@ class Sign:
 def dead(run_dir: Path) -> list[str]:
     """Names of those that ended without withdrawing their sign."""
     return [path.name.split("@")[0] for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
+
+
+def unsettled(run_dir: Path) -> list[str]:
+    """Names of those that live and have not said that nothing is open there."""
+    paths = [path for path in sorted(run_dir.glob(f"*{SUFFIX}")) if not path.with_suffix(SETTLED).exists()]
+    return [path.name.split("@")[0] for path in paths if not is_free(path)]
 
 
 def living(run_dir: Path) -> list[int]:

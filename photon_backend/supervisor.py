@@ -28,6 +28,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
+from photon_backend import draining
 from photon_backend.alive import Sign
 from photon_backend.config import Settings
 from photon_backend.engine.exit_codes import EXIT_UNUSABLE
@@ -144,6 +145,8 @@ class Supervisor:
             link.send_all([Stop(self._stops.popleft())])
         lost = link.tend()
         self._recordings.turn(link.peers, lost)
+        if not self._recordings.num_open and draining.marked(self._settings.run_dir):
+            self._sign.settle()
         own = next(peer for peer in link.peers if peer.index == self._index)
         self._up = own.up
         self.engine_status = own.status or self.engine_status
