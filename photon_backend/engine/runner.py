@@ -156,13 +156,17 @@ class Runner:
         self._fused.prefill(x, packed, self.rows.page_table, hidden, logits)
 
     def compile_prefill(self, slot: DecodeSlot) -> None:
-        """Runs the kernels of a prefill once, on a page that nobody reads: they are compiled now, not in a tick."""
+        """Runs the kernels of a prefill, short and long, on a page that nobody reads: they are compiled now, not in a
+        tick."""
         if self._fused is not None:
+            from photon_backend.kernels.norm import MANY
             from photon_backend.kernels.prefill import pack, unpack
 
-            packed = unpack(self._upload(pack([(self.scratch, 0, 0, 3)])), 3, 1)
-            x = slot.hidden.new_zeros(3, slot.hidden.shape[1])
-            self._fused.prefill(x, packed, self.rows.page_table, slot.hidden[:1], slot.logits[:1])
+            for tokens in (1, MANY + 1):  # all at position 0, so that no context is too short
+                packed = unpack(self._upload(pack([(self.scratch, 0, 0, 1)] * tokens)), tokens, tokens)
+                packed = packed._replace(last=packed.last[:1])
+                x = slot.hidden.new_zeros(tokens, slot.hidden.shape[1])
+                self._fused.prefill(x, packed, self.rows.page_table, slot.hidden[:1], slot.logits[:1])
 
     def decode(self, slot: DecodeSlot, batch: int, num_pages: int, spatial: bool) -> None:
         """One token further for each of the slot's first `batch` rows, none of which needs more than `num_pages` pages.
