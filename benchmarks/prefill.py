@@ -10,10 +10,9 @@ do differently; merging and projection, eager in both, are left out. The ceiling
 the rate that torch reaches on one H200. On a CPU there is only the eager half. The last line is JSON.
 
 `--launches` counts instead: torch operations that would launch something on a GPU, on a CPU in bfloat16, with Moondream
-2's layers and positions and a small width, on which no count depends. Its text runs in torch, as on a GPU without our
-kernels (`kernels/prefill.py`: five launches a layer). A copy to the device is one, and so is a replay: graphs are
-counted as if they were there. What an operation launches inside is not seen, and one copy is too many, of row numbers
-between two buffers of the host.
+2's layers and positions and a small width, on which no count depends. A copy to the device is one, and so is a replay:
+graphs are counted as if they were there. What an operation launches inside is not seen, and one copy is too many, of
+row numbers between two buffers of the host.
 """
 
 from __future__ import annotations
