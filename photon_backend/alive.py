@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 
 SUFFIX = ".alive"
-SETTLED = ".settled"
+OPEN = ".open"
 
 
 class Sign:
@@ -24,9 +24,12 @@ class Sign:
         self._fd = lock(unlocked)
         unlocked.rename(self._path)  # never seen unlocked
 
-    def settle(self) -> None:
-        """Says that nothing is open here and nothing will be: draining.py. May be called again."""
-        self._path.with_suffix(SETTLED).touch()
+    def set_open(self, is_open: bool) -> None:
+        """Says whether requests are open here or may still come, so that the end must wait for them: draining.py."""
+        if is_open:
+            self._path.with_suffix(OPEN).touch()
+        else:
+            self._path.with_suffix(OPEN).unlink(missing_ok=True)
 
     def withdraw(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -38,9 +41,9 @@ def dead(run_dir: Path) -> list[str]:
     return [path.name.split("@")[0] for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
 
 
-def unsettled(run_dir: Path) -> list[str]:
-    """Names of those that live and have not said that nothing is open there."""
-    paths = [path for path in sorted(run_dir.glob(f"*{SUFFIX}")) if not path.with_suffix(SETTLED).exists()]
+def with_open(run_dir: Path) -> list[str]:
+    """Names of those that live and have requests open, or may still get some."""
+    paths = [path for path in sorted(run_dir.glob(f"*{SUFFIX}")) if path.with_suffix(OPEN).exists()]
     return [path.name.split("@")[0] for path in paths if not is_free(path)]
 
 

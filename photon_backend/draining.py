@@ -8,8 +8,9 @@ ever. So the launcher, which gets the signal first, leaves two marks in the priv
 - DRAINING: who takes requests refuses new ones from now on;
 - ENDING: and answers those that are open, UNAVAILABLE, without waiting for any engine.
 
-Who takes requests and has none open after DRAINING says so (`Sign.settle`): it will never have one again. When all have
-said so, nothing in any of these processes is needed any more, and the launcher kills them (serve.py).
+Front ends show from their start on that requests may be open there (`Sign.set_open`), until after DRAINING none is;
+supervisors show it while somebody waits for a trace. When nobody does any more, nothing in any of these processes is
+needed, and the launcher kills them (serve.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from photon_backend.alive import unsettled
+from photon_backend.alive import with_open
 
 DRAINING = "draining"
 ENDING = "ending"
@@ -35,7 +36,7 @@ def drain(run_dir: Path, timeout_s: float, given_up: Callable[[], bool]) -> bool
     """Refuses new requests from now on; returns when none is open, or False after `timeout_s` or when `given_up()`."""
     (run_dir / DRAINING).touch()
     end = time.monotonic() + timeout_s
-    while unsettled(run_dir):
+    while with_open(run_dir):
         if given_up() or time.monotonic() >= end:
             return False
         time.sleep(LOOK_S)
@@ -46,4 +47,4 @@ def answer_rest(run_dir: Path) -> list[str]:
     """Has what is open answered. Returns the names of those that did not do it within `ANSWER_S`."""
     (run_dir / ENDING).touch()
     drain(run_dir, ANSWER_S, lambda: False)
-    return unsettled(run_dir)
+    return with_open(run_dir)

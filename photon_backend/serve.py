@@ -133,7 +133,9 @@ class Server:
         if self.process.poll() is None:
             with contextlib.suppress(OSError):  # a full disk takes no mark
                 for name in draining.answer_rest(self.layout.run_dir):
-                    print(f"photon: {name} hangs; its requests end without an answer.", file=sys.stderr)
+                    print(
+                        f"photon: {name} does not respond; what is open there ends without an answer.", file=sys.stderr
+                    )
             time.sleep(FLUSH_S)
             for pid in end_group(self.pid, GONE_S):
                 print(f"photon: process {pid} does not end; it may still hold GPU memory.", file=sys.stderr)

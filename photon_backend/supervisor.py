@@ -28,7 +28,6 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from photon_backend import draining
 from photon_backend.alive import Sign
 from photon_backend.config import Settings
 from photon_backend.engine.exit_codes import EXIT_UNUSABLE
@@ -145,8 +144,7 @@ class Supervisor:
             link.send_all([Stop(self._stops.popleft())])
         lost = link.tend()
         self._recordings.turn(link.peers, lost)
-        if not self._recordings.num_open and draining.marked(self._settings.run_dir):
-            self._sign.settle()
+        self._sign.set_open(self._recordings.num_open > 0)
         own = next(peer for peer in link.peers if peer.index == self._index)
         self._up = own.up
         self.engine_status = own.status or self.engine_status

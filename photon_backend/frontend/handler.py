@@ -103,6 +103,7 @@ class Handler:
         self._owner.start()
         if not self._connected.wait(FIRST_BEAT_S):
             log.warning("no engine has answered yet; requests are refused until one does")
+        self._sign.set_open(True)
 
     def accept(self, requests: list[Any]) -> None:
         """Takes the requests over. Never blocks: the stub keeps the interpreter while it is in here."""
@@ -170,7 +171,7 @@ class Handler:
         if self._open and marked(self._settings.run_dir, ENDING):
             self._fail_all(unavailable(STOPPING, 5))
         if not self._open and not self._inbox:
-            self._sign.settle()
+            self._sign.set_open(False)
 
     def _send_report(self) -> None:
         now = time.monotonic()

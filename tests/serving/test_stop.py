@@ -33,7 +33,7 @@ def test_many_front_ends(checkpoint: Path, pictures: list[bytes], tmp_path: Path
         processes = [server.pid, *descendants(server.pid)]
         assert len(processes) == 15
     assert_gone(server, processes)
-    assert log.read_text() == ""
+    assert "Exit timeout expired" not in log.read_text()
 
 
 @pytest.fixture

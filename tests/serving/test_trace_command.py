@@ -208,4 +208,4 @@ def test_a_server_that_stops(traced: Server, client: Client) -> None:
         traced.drain(PATIENCE, threading.Event())
         with pytest.raises(Unavailable, match=r"^\[UNAVAILABLE\] the server is stopping; retry after"):
             asked.result(timeout=PATIENCE)
-    assert alive.unsettled(traced.layout.run_dir) == []
+    assert alive.with_open(traced.layout.run_dir) == []

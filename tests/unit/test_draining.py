@@ -22,23 +22,24 @@ def never() -> bool:
     return False
 
 
-def test_waits_for_everybody_who_lives(tmp_path: Path) -> None:
-    signs = [alive.Sign(str(tmp_path), name) for name in ("photon_0_0", "photon_0_1", "gone")]
-    signs[2].withdraw()
+def test_waits_for_everybody_who_has_something_open(tmp_path: Path) -> None:
+    signs = [alive.Sign(str(tmp_path), name) for name in ("photon_0_0", "photon_0_1", "photon_engine_0")]
+    for sign in signs[:2]:
+        sign.set_open(True)
     drained = threading.Event()
     waiting = threading.Thread(target=lambda: draining.drain(tmp_path, 600, never) and drained.set())
     waiting.start()
-    signs[0].settle()
-    signs[0].settle()
+    signs[0].set_open(False)
+    signs[0].set_open(False)
     assert not drained.wait(0.2) and draining.marked(str(tmp_path))
     assert not draining.marked(str(tmp_path), draining.ENDING)
-    signs[1].settle()
+    signs[1].set_open(False)
     assert drained.wait(60)
     waiting.join()
 
 
 def test_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    alive.Sign(str(tmp_path), "photon_0_0")
+    alive.Sign(str(tmp_path), "photon_0_0").set_open(True)
     assert not draining.drain(tmp_path, 0.1, never)
     assert not draining.drain(tmp_path, 600, lambda: True)
     monkeypatch.setattr(draining, "ANSWER_S", 0.1)
@@ -47,7 +48,7 @@ def test_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_who_died_is_not_waited_for(tmp_path: Path) -> None:
-    code = f"from photon_backend.alive import Sign; Sign({str(tmp_path)!r}, 'photon_0_0')"
+    code = f"from photon_backend.alive import Sign; Sign({str(tmp_path)!r}, 'photon_0_0').set_open(True)"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert alive.dead(tmp_path) == ["photon_0_0"] and draining.answer_rest(tmp_path) == []
 
