@@ -29,7 +29,7 @@ from types import FrameType
 from typing import IO
 
 from photon_backend import alive, draining, layout
-from photon_backend.config import TINY_CHECKPOINT, read_settings
+from photon_backend.config import TINY_CHECKPOINT, idle_variables, read_settings
 from photon_backend.draining import ANSWER_S
 from photon_backend.layout import LaunchError, Layout
 from photon_backend.log import LEVELS
@@ -308,6 +308,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    for sentence in idle_variables():
+        print(f"photon: {sentence}", file=sys.stderr)
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     begun = time.monotonic()
