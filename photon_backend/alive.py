@@ -11,6 +11,7 @@ import os
 from pathlib import Path
 
 SUFFIX = ".alive"
+OPEN = ".open"
 
 
 class Sign:
@@ -23,6 +24,13 @@ class Sign:
         self._fd = lock(unlocked)
         unlocked.rename(self._path)  # never seen unlocked
 
+    def set_open(self, is_open: bool) -> None:
+        """Says whether requests are open here or may still come, so that the end must wait for them: draining.py."""
+        if is_open:
+            self._path.with_suffix(OPEN).touch()
+        else:
+            self._path.with_suffix(OPEN).unlink(missing_ok=True)
+
     def withdraw(self) -> None:
         self._path.unlink(missing_ok=True)
         os.close(self._fd)
@@ -31,6 +39,12 @@ class Sign:
 def dead(run_dir: Path) -> list[str]:
     """Names of those that ended without withdrawing their sign."""
     return [path.name.split("@")[0] for path in sorted(run_dir.glob(f"*{SUFFIX}")) if is_free(path)]
+
+
+def with_open(run_dir: Path) -> list[str]:
+    """Names of those that live and have requests open, or may still get some."""
+    paths = [path for path in sorted(run_dir.glob(f"*{SUFFIX}")) if path.with_suffix(OPEN).exists()]
+    return [path.name.split("@")[0] for path in paths if not is_free(path)]
 
 
 def living(run_dir: Path) -> list[int]:

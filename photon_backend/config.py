@@ -6,7 +6,9 @@ serve.py and layout.py.
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -75,6 +77,23 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
         except msgspec.ValidationError as error:
             raise ValueError(f"{name}={text!r}: {error}") from error
     return Settings(**values)  # type: ignore[arg-type]
+
+
+OF_LAUNCHER = ("checkpoint", "device", "dtype", "engines", "log_level")  # options of its own, which set the variables
+_OF_SERVICE = re.compile("SERVICE_|PORT(_|$)")  # Kubernetes tells every container of a service named photon
+
+
+def idle_variables(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A sentence about each `PHOTON_*` variable in the launcher's environment that has no effect."""
+    names = {field.name.upper(): field.name for field in msgspec.structs.fields(Settings)}
+    sentences = []
+    for name in sorted(v.removeprefix("PHOTON_") for v in environ if v.startswith("PHOTON_")):
+        if names.get(name) in OF_LAUNCHER:
+            sentences.append(f"PHOTON_{name} has no effect on the launcher, which takes {name}")
+        elif name not in names and not _OF_SERVICE.match(name):
+            near = "".join(f"; is PHOTON_{other} meant?" for other in difflib.get_close_matches(name, names, 1))
+            sentences.append(f"PHOTON_{name} is no setting and has no effect{near}")
+    return sentences
 
 
 def _boolean(text: str) -> object:

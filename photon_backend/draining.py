@@ -1,8 +1,16 @@
-"""An orderly end: new requests are refused, those that run finish within a bound, then everything stops.
+"""An orderly end: new requests are refused, those that run finish within a bound, the rest is answered.
 
-Triton's own end does not do: on SIGTERM it unloads all models at once, and the supervisor takes the engine along while
-front ends still wait for it. So the launcher, which gets the signal first, marks the private directory and waits. Front
-ends refuse by that mark; whether anything is open the engines tell in their heartbeats.
+Triton's own end (2.51) does not do: on SIGTERM it unloads all models at once, and the supervisor takes the engine along
+while front ends still wait for it; an idle HTTP connection uses up its exit time-out, after which nobody is answered;
+it sleeps for a second in the destructor of each instance, one after the other; and an open gRPC stream keeps it for
+ever. So the launcher, which gets the signal first, leaves two marks in the private directory, one after the other:
+
+- DRAINING: who takes requests refuses new ones from now on;
+- ENDING: and answers those that are open, UNAVAILABLE, without waiting for any engine.
+
+Front ends show from their start on that requests may be open there (`Sign.set_open`), until after DRAINING none is;
+supervisors show it while somebody waits for a trace. When nobody does any more, nothing in any of these processes is
+needed, and the launcher kills them (serve.py).
 """
 
 from __future__ import annotations
@@ -11,42 +19,32 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import zmq
+from photon_backend.alive import with_open
 
-from photon_backend.config import Settings
-from photon_backend.frontend.link import Link
-
-MARK = "draining"
-QUIET_S = 0.5  # two heartbeats without an open request, so that the last answer has left its front end too
-FIRST_BEAT_S = 3.0  # an engine that has not answered by then is down and has no requests
-TURN_MS = 50
+DRAINING = "draining"
+ENDING = "ending"
+ANSWER_S = 5.0  # from ENDING to the last answer; only who hangs needs more
+LOOK_S = 0.05
 
 
-def marked(run_dir: str) -> bool:
+def marked(run_dir: str, mark: str = DRAINING) -> bool:
     """A look at the file system: 2 us."""
-    return (Path(run_dir) / MARK).exists()
+    return (Path(run_dir) / mark).exists()
 
 
-def drain(run_dir: Path, engines: int, timeout_s: float, given_up: Callable[[], bool]) -> bool:
+def drain(run_dir: Path, timeout_s: float, given_up: Callable[[], bool]) -> bool:
     """Refuses new requests from now on; returns when none is open, or False after `timeout_s` or when `given_up()`."""
-    (run_dir / MARK).touch()
-    poller = zmq.Poller()
-    link = Link(Settings(run_dir=str(run_dir)), poller, range(engines))
-    begun = quiet_since = time.monotonic()
-    try:
-        while not given_up():
-            poller.poll(TURN_MS)
-            for _ in link.receive():
-                pass  # heartbeats only; the peers keep them
-            link.tend()
-            now = time.monotonic()
-            unknown = now - begun < FIRST_BEAT_S and not all(peer.up for peer in link.peers)
-            if unknown or any(peer.status and peer.status.waiting + peer.status.running for peer in link.peers):
-                quiet_since = now
-            if now - quiet_since >= QUIET_S:
-                return True
-            if now - begun >= timeout_s:
-                return False
-        return False
-    finally:
-        link.close()
+    (run_dir / DRAINING).touch()
+    end = time.monotonic() + timeout_s
+    while with_open(run_dir):
+        if given_up() or time.monotonic() >= end:
+            return False
+        time.sleep(LOOK_S)
+    return True
+
+
+def answer_rest(run_dir: Path) -> list[str]:
+    """Has what is open answered. Returns the names of those that did not do it within `ANSWER_S`."""
+    (run_dir / ENDING).touch()
+    drain(run_dir, ANSWER_S, lambda: False)
+    return with_open(run_dir)

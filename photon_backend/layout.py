@@ -48,7 +48,6 @@ class Layout:
     def __init__(self, front_ends: int, engines: int) -> None:
         remove_leftovers()
         self.directory, self.lock_fd = _claim_directory()
-        self.engines = engines
         self.run_dir = self.directory / "run"
         self.backends = self.directory / "backends"
         self.models = self.directory / "models"

@@ -1,4 +1,4 @@
-"""Processes that end with their parent, whatever ends it; and the stacks of tritonserver's threads."""
+"""Processes that end with their parent, whatever ends it, or all together; and the stacks of tritonserver's threads."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import resource
 import signal
 import sys
+import time
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
@@ -28,6 +30,30 @@ def end_with_parent(signal_number: int, parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit(f"the parent process {parent} is gone")
+
+
+def end_group(group: int, timeout_s: float) -> list[int]:
+    """SIGKILL to all processes of a group, whose leader the caller has not waited for. Returns when they are gone, with
+    their memory, on a GPU too; or after `timeout_s` those that are not."""
+    os.killpg(group, signal.SIGKILL)
+    end = time.monotonic() + timeout_s
+    while (left := _running(group)) and time.monotonic() < end:
+        time.sleep(0.02)
+    return left
+
+
+def _running(group: int) -> list[int]:
+    """Process ids of a group. A zombie has ended, but not while a thread of it is left, which holds its memory."""
+    running = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        state, group_of, num_threads = fields[0], int(fields[2]), int(fields[17])
+        if group_of == group and (state not in "ZX" or num_threads > 1):
+            running.append(int(path.parent.name))
+    return running
 
 
 def raise_limits() -> None:

@@ -1,7 +1,7 @@
 """Launcher: `python -m photon_backend.serve` runs Triton with the three models until SIGTERM or SIGINT.
 
 The first signal drains (draining.py): new requests are refused with UNAVAILABLE, running ones finish within
-`--drain-seconds`, then everything ends. A second one ends it at once.
+`--drain-seconds`, the rest is answered UNAVAILABLE, then everything is killed. A second one answers the rest at once.
 
 Process tree, each tied to the one above it by the kernel (`processes.end_with_parent`), so that nothing outlives a
 killed launcher:
@@ -29,13 +29,19 @@ from types import FrameType
 from typing import IO
 
 from photon_backend import alive, draining, layout
-from photon_backend.config import TINY_CHECKPOINT, read_settings
+from photon_backend.config import TINY_CHECKPOINT, idle_variables, read_settings
+from photon_backend.draining import ANSWER_S
 from photon_backend.layout import LaunchError, Layout
 from photon_backend.log import LEVELS
+from photon_backend.processes import end_group
 
-EXIT_SECONDS = 8  # that Triton gives requests in flight after SIGTERM; an idle HTTP connection uses all of it
+FLUSH_S = 1.0  # for Triton to write the last answers to their connections; it does not tell when it has
+GONE_S = 10.0  # from SIGKILL until the last process is gone: a driver that frees a large GPU's memory takes seconds
+LEFT_S = 5.0  # for stubs to see that a tritonserver is gone which ended by itself
+STOP_S = ANSWER_S + FLUSH_S + GONE_S + LEFT_S  # the most that `Server.stop` takes; usually 1.5 s
+EXIT_SECONDS = 8  # time-out of Triton's own end, which only comes when this process was killed
 STDERR = 2
-NOISE = (b"CudaDriverHelper has not been initialized", b"Signal (15) received")  # no GPU; our own SIGTERM
+NOISE = (b"CudaDriverHelper has not been initialized",)  # no GPU
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # our own server is never behind a proxy
 _hurry = threading.Event()  # set by the second signal
 
@@ -112,19 +118,29 @@ class Server:
         def given_up() -> bool:
             return hurry.is_set() or self.problem() is not None
 
-        if not draining.drain(self.layout.run_dir, self.layout.engines, timeout_s, given_up):
+        if not draining.drain(self.layout.run_dir, timeout_s, given_up):
             print("photon: not all requests could be finished; the rest is answered UNAVAILABLE.", file=sys.stderr)
 
     def stop(self) -> None:
-        """SIGTERM, then SIGKILL; returns when tritonserver, its stubs and the engine are gone. May be called twice."""
+        """Has what is open answered, then kills; returns when tritonserver, its stubs and the engines are gone, and so
+        is what they held of a GPU's memory.
+
+        No process tidies up: what outlives it is removed here, and Triton would wait for what nobody needs
+        (draining.py). May be called twice.
+        """
+        if not self.layout.directory.exists():
+            return
         if self.process.poll() is None:
-            self.process.terminate()
-            try:
-                self.process.wait(EXIT_SECONDS + 5)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-        end = time.monotonic() + 5
+            with contextlib.suppress(OSError):  # a full disk takes no mark
+                for name in draining.answer_rest(self.layout.run_dir):
+                    print(
+                        f"photon: {name} does not respond; what is open there ends without an answer.", file=sys.stderr
+                    )
+            time.sleep(FLUSH_S)
+            for pid in end_group(self.pid, GONE_S):
+                print(f"photon: process {pid} does not end; it may still hold GPU memory.", file=sys.stderr)
+            self.process.wait()
+        end = time.monotonic() + LEFT_S
         while self.layout.owned_elsewhere() and time.monotonic() < end:
             time.sleep(0.02)
         for pid in alive.living(self.layout.run_dir):  # a stub that is stopped or hangs would stay for ever
@@ -292,6 +308,8 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    for sentence in idle_variables():
+        print(f"photon: {sentence}", file=sys.stderr)
     signal.signal(signal.SIGTERM, _leave)
     signal.signal(signal.SIGINT, _leave)
     begun = time.monotonic()

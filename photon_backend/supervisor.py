@@ -144,6 +144,7 @@ class Supervisor:
             link.send_all([Stop(self._stops.popleft())])
         lost = link.tend()
         self._recordings.turn(link.peers, lost)
+        self._sign.set_open(self._recordings.num_open > 0)
         own = next(peer for peer in link.peers if peer.index == self._index)
         self._up = own.up
         self.engine_status = own.status or self.engine_status

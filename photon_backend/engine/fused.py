@@ -1,4 +1,4 @@
-"""The text model through our kernels: about five launches a layer instead of some fifteen (decode) or sixty (prefill).
+"""The text model through our kernels: about five launches a layer instead of some fifteen (decode) or 25 (prefill).
 
 The block is parallel, so two linears a layer are enough: [qkv ; fc1] on the normed input, and [proj | fc2] on the
 concatenation of attention output and MLP hidden. Around them: the seam (sum of split-K parts, bias, residual,
@@ -44,7 +44,7 @@ def _view(tensor: Tensor) -> nn.Parameter:
 
 
 class FusedText:
-    """On a GPU, in a 16-bit dtype, with a head width that is a power of two: see `supports`."""
+    """On a GPU, in a 16-bit dtype, with a head width that is a power of two from 16 to 256: see `supports`."""
 
     def __init__(self, text: Text, cache: KVCache) -> None:
         config, self.cache = text.config, cache
@@ -61,7 +61,8 @@ class FusedText:
     def supports(text: Text) -> bool:
         sixteen_bit = text.wte.dtype in (torch.bfloat16, torch.float16)
         power_of_two = text.config.head_dim & (text.config.head_dim - 1) == 0
-        return text.wte.device.type == "cuda" and sixteen_bit and power_of_two and text.config.head_dim >= 16
+        # narrower, and there is no product of matrices; wider, and a block of keys and values fits in no chip
+        return text.wte.device.type == "cuda" and sixteen_bit and power_of_two and 16 <= text.config.head_dim <= 256
 
     def forward(self, x: Tensor, positions: Tensor, pages: Tensor, logits: Tensor) -> None:
         """One position further for each row.

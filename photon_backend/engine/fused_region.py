@@ -3,7 +3,7 @@
 One launch puts the embeddings of values where a row's next input is one (`kernels.region`). The heads take three: the
 first layers of both decoders are one weight-streaming linear with GELU over the merged weights [coord fc1 ; size fc1],
 and each second layer reads its half of what that one leaves. The modules' own parameters become views of the merged
-ones, so no weight exists twice and prefill runs as before.
+ones, so no weight exists twice. The values in a prompt are encoded by the modules, and its sample takes these heads.
 
 Price: both heads run for every row of a step in which some row may take a value, 117 MB of weights at Moondream 2's
 shape, 28 us at 4.2 TB/s. The second layers have few outputs, 1,024 and 2,048 of 8,192 inputs: hence `narrow`. Their sum

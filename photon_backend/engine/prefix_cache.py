@@ -8,7 +8,8 @@ Invariants
 - An entry holds one reference on each of its pages for as long as it is in the cache; rows hold their own.
 - An entry appears when the step that computes it is launched. Stream order makes it readable by any later step, never
   by the same one (`launched_by`), so two requests with one new image share one prefill.
-- Only an entry whose pages nobody else holds is evicted, least recently used first: evicting another frees nothing.
+- Only an entry whose pages nobody else holds is evicted, least recently used first: evicting another frees nothing. And
+  none in the step that writes it, which fills the tail page last, over whatever a new owner had put there.
 
 Price: one tail page per entry, and a copy of that page per hit, which is small beside the prefill that it saves.
 """
@@ -71,20 +72,21 @@ class PrefixCache:
             self.num_dropped += 1
             self._pool.release(entry.pages)
 
-    def evictable_pages(self, keep: bytes | None = None) -> int:
-        return sum(len(e.pages) for e in self._entries.values() if e.digest != keep and self._idle(e))
+    def evictable_pages(self, step_index: int, keep: bytes | None = None) -> int:
+        return sum(len(e.pages) for e in self._evictable(step_index, keep))
 
-    def evict(self, number: int, keep: bytes | None = None) -> None:
-        """Evicts idle entries, oldest first and never `keep`, until `number` pages are free or no more can be."""
-        for entry in list(self._entries.values()):
+    def evict(self, number: int, step_index: int, keep: bytes | None = None) -> None:
+        """For a step: evicts idle entries, oldest first and never `keep`, until `number` pages are free or no more can
+        be."""
+        for entry in self._evictable(step_index, keep):
             if self._pool.num_free >= number:
                 return
-            if entry.digest != keep and self._idle(entry):
-                self.drop(entry)
+            self.drop(entry)
 
     def clear(self) -> None:
         for entry in list(self._entries.values()):
             self.drop(entry)
 
-    def _idle(self, entry: PrefixEntry) -> bool:
-        return all(self._pool.count(page) == 1 for page in entry.pages)
+    def _evictable(self, step_index: int, keep: bytes | None) -> list[PrefixEntry]:
+        others = [e for e in self._entries.values() if e.digest != keep and e.launched_by != step_index]
+        return [e for e in others if all(self._pool.count(page) == 1 for page in e.pages)]

@@ -99,9 +99,15 @@ class Scheduler:
         self.pool.release(pages)
         return [page for page in pages if self.pool.count(page) == 0]
 
+    def _shares(self, sequence: Sequence) -> bool:
+        """Whether its prefix comes from the cache or goes there. Not when it needs the whole pool: beside the tail page
+        of an entry it would wait for ever."""
+        wanted = sequence.request.digest is not None and self.settings.prefix_cache
+        return wanted and self.pages_of(sequence) < self.pool.num_pages
+
     def _cached(self, sequence: Sequence) -> PrefixEntry | None:
         digest = sequence.request.digest
-        return self.cache.get(digest) if digest is not None and self.settings.prefix_cache else None
+        return self.cache.get(digest) if digest is not None and self._shares(sequence) else None
 
     def _admit(self, step_index: int, limit_ms: float) -> Plan | None:
         """A prefill step that is predicted to take at most `limit_ms`, or one with a single sequence."""
@@ -140,13 +146,13 @@ class Scheduler:
         size = self.settings.page_size
         total = self.pages_of(sequence)
         num_full, rest = divmod(sequence.prefix_len, size)
-        stores = self._stores(sequence, entry, total)
+        stores = entry is None and self._shares(sequence)
         need = total - num_full if entry else total + (1 if stores and rest else 0)
-        keep = sequence.request.digest
+        keep = entry.digest if entry else None
         if self.pool.num_free < need:
-            if self.pool.num_free + self.cache.evictable_pages(keep) < need:
+            if self.pool.num_free + self.cache.evictable_pages(step_index, keep) < need:
                 return None
-            self.cache.evict(need, keep)
+            self.cache.evict(need, step_index, keep)
         pages = self.pool.take(need)
         assert pages is not None
         sequence.row = self._free_rows.pop()
@@ -154,11 +160,6 @@ class Scheduler:
         if entry:
             return self._hit(sequence, entry, pages)
         return self._miss(sequence, pages, step_index if stores else None, num_full, rest)
-
-    def _stores(self, sequence: Sequence, entry: PrefixEntry | None, total: int) -> bool:
-        """Whether its prefix goes into the cache; not when the pool is too small to hold its tail page as well."""
-        wanted = sequence.request.digest is not None and entry is None and self.settings.prefix_cache
-        return wanted and total + 1 <= self.pool.num_pages
 
     def _hit(self, sequence: Sequence, entry: PrefixEntry, own: list[int]) -> Admission:
         self.cache.use(entry)

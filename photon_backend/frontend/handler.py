@@ -28,7 +28,7 @@ import zmq
 
 from photon_backend.alive import Sign
 from photon_backend.config import Settings, read_settings
-from photon_backend.draining import marked
+from photon_backend.draining import ENDING, marked
 from photon_backend.frontend.link import EnginePeer, Link
 from photon_backend.frontend.session import FrontEnd, Response, Session
 from photon_backend.frontend.tensors import error_response, read_request, triton_response
@@ -88,6 +88,7 @@ class Handler:
         self._tally = Tally()
         self._next_report = 0.0
         self._next_cancel_poll = 0.0
+        self._next_settling = 0.0
         self._cancel_cursor = 0
         self._closing = False
         self._parent = os.getppid()
@@ -102,6 +103,7 @@ class Handler:
         self._owner.start()
         if not self._connected.wait(FIRST_BEAT_S):
             log.warning("no engine has answered yet; requests are refused until one does")
+        self._sign.set_open(True)
 
     def accept(self, requests: list[Any]) -> None:
         """Takes the requests over. Never blocks: the stub keeps the interpreter while it is in here."""
@@ -155,7 +157,21 @@ class Handler:
         if any(peer.up for peer in self._link.peers):
             self._connected.set()
         self._poll_cancelled()
+        self._settle()
         self._send_report()
+
+    def _settle(self) -> None:
+        """While the server stops: answers what is open when its time is over, and says when nothing is; draining.py."""
+        now = time.monotonic()
+        if now < self._next_settling:
+            return
+        self._next_settling = now + CANCEL_POLL_MS / 1000
+        if not marked(self._settings.run_dir):
+            return
+        if self._open and marked(self._settings.run_dir, ENDING):
+            self._fail_all(unavailable(STOPPING, 5))
+        if not self._open and not self._inbox:
+            self._sign.set_open(False)
 
     def _send_report(self) -> None:
         now = time.monotonic()

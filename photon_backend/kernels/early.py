@@ -9,7 +9,8 @@ all that came before it, as without early launch. Before the wait: no store, and
 `linear_split` reads what was there before the kernel before it could start, since attention releases the next kernel
 only after its own wait.
 
-A kernel without the wait (relay, sampling, torch's own) is launched as ever, after the end of the one before.
+A kernel without the wait (relay, values, sampling, those of a prefill alone, torch's own) is launched as ever, after
+the end of the one before.
 """
 
 from __future__ import annotations

@@ -179,6 +179,20 @@ def test_command_line_reports_in_one_sentence(tmp_path: Path) -> None:
     assert done.stderr == f"photon: The checkpoint {tmp_path / 'nowhere'} has no config.json.\n"
 
 
+def test_variables_that_do_nothing_are_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "photon_backend.serve", "--checkpoint", str(tmp_path)],
+        env=os.environ | {"PHOTON_ROW": "7"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    first, second = done.stderr.splitlines()
+    assert first == "photon: PHOTON_ROW is no setting and has no effect; is PHOTON_ROWS meant?"
+    assert str(tmp_path) in second and done.returncode == 1
+
+
 @pytest.mark.parametrize(("variable", "value"), [("LOG_LEVEL", "debug"), ("DTYPE", "float8")])
 def test_variable_that_is_no_choice(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], variable: str, value: str

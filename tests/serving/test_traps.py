@@ -20,11 +20,9 @@ import pytest
 import tritonclient.grpc as triton
 from doors import ServerError, wait_until
 from PIL import Image
-from test_processes import alive
 
 from benchmarks.soak import family, shared_memory
-from photon_backend import layout
-from photon_backend.serve import Server, start_server
+from photon_backend.serve import Server
 
 ENDLESS: dict[str, Any] = {"task": "caption", "max_tokens": 700, "temperature": 0}
 GOOD: dict[str, Any] = {"task": "caption", "max_tokens": 3, "temperature": 0}
@@ -202,17 +200,3 @@ def test_streamed_text_is_whole_characters(server: Server, pictures: list[bytes]
         assert streamed.text == whole.text and len(streamed.pieces) > 1
         texts.append(whole.text)
     assert any(not text.isascii() for text in texts), "nothing that could have been cut"
-
-
-def test_an_idle_connection_at_the_end(checkpoint: Path, pictures: list[bytes], tmp_path: Path) -> None:
-    """It uses up Triton's whole exit time-out, and Triton finalizes nothing then: cleaning up must not need it."""
-    with start_server(checkpoint, front_ends=1, settings={"PHOTON_THREADS": "1"}, log=tmp_path / "log") as server:
-        idle = http.client.HTTPConnection(server.host, server.http_port)
-        idle.request("GET", "/v2/health/live")
-        idle.getresponse().read()
-        assert doors.generate(server, image=pictures[0], **GOOD).text
-        directory, processes = server.layout.directory, set(family(server.pid))
-        assert len(processes) == 5 and list(layout.SHM.glob(f"{directory.name}*"))
-    idle.close()
-    assert not directory.exists() and not list(layout.SHM.glob(f"{directory.name}*"))
-    wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")

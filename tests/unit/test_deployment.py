@@ -148,7 +148,7 @@ def test_probes_ask_for_models_that_exist() -> None:
 
 
 def test_time_to_end_is_longer_than_draining() -> None:
-    drain = float(POD_VARIABLES["DRAIN_SECONDS"]) + serve.EXIT_SECONDS + 5 + 5
+    drain = float(POD_VARIABLES["DRAIN_SECONDS"]) + serve.STOP_S
     pause = float(CONTAINER["lifecycle"]["preStop"]["exec"]["command"][1])
     assert POD["terminationGracePeriodSeconds"] > drain + pause
     assert int(COMPOSE["services"]["photon"]["stop_grace_period"].rstrip("s")) > drain

@@ -47,14 +47,14 @@ def test_eviction_spares_what_is_in_use_and_takes_the_oldest():
     cache = PrefixCache(pool)
     first, second, third = (entry_of(pool, cache, bytes([i])) for i in range(3))
     cache.use(first)  # a row holds it
-    assert cache.evictable_pages() == 6
-    cache.evict(3)
+    assert cache.evictable_pages(1) == 6
+    cache.evict(3, 1)
     assert cache.get(second.digest) is None
     assert cache.get(first.digest) is first and cache.get(third.digest) is third
-    cache.evict(9)
+    cache.evict(9, 1)
     assert len(cache) == 1
     pool.release(first.full_pages)
-    cache.evict(9)
+    cache.evict(9, 1)
     assert pool.num_free == 9
 
 
@@ -74,6 +74,6 @@ def test_the_entry_to_be_used_next_is_kept():
     pool = PagePool(6)
     cache = PrefixCache(pool)
     kept, other = entry_of(pool, cache, b"a"), entry_of(pool, cache, b"b")
-    assert cache.evictable_pages(keep=kept.digest) == 3
-    cache.evict(6, keep=kept.digest)
+    assert cache.evictable_pages(1, keep=kept.digest) == 3
+    cache.evict(6, 1, keep=kept.digest)
     assert cache.get(kept.digest) is kept and cache.get(other.digest) is None

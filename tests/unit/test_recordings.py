@@ -60,7 +60,7 @@ def test_each_gets_its_own_answer(stage: Stage) -> None:  # noqa: F811
     assert [e["args"] for e in events if e["ph"] == "X"] == [{"tick": 7}]
     assert str(only(refused)) == "[UNAVAILABLE] another trace"
     assert open_.empty()
-    (stage.run_dir / draining.MARK).touch()
+    (stage.run_dir / draining.DRAINING).touch()
     assert str(only(open_)) == "[UNAVAILABLE] the server is stopping; retry after 5 s"
 
 
@@ -81,7 +81,7 @@ def test_an_engine_that_is_not_up(stage: Stage) -> None:  # noqa: F811
 
 def test_a_server_that_drains_refuses(stage: Stage) -> None:  # noqa: F811
     supervisor = up(stage)
-    (stage.run_dir / draining.MARK).touch()
+    (stage.run_dir / draining.DRAINING).touch()
     answers = Answers()
     supervisor.trace(0, 1, 1.0, answers.put)
     assert "the server is stopping" in str(only(answers))
