@@ -23,6 +23,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 
 import numpy as np
@@ -30,6 +31,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.decode import load_any, parser_of
+from photon_backend.engine.fused_vision import encode_crops, supports
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.engine.runner import PrefillRow, Runner
 from photon_backend.engine.slots import DecodeSlot
@@ -172,7 +174,8 @@ def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
     """Each number of crops, eager and, on a GPU, through graphs."""
     vision, on_gpu = load_any(options).vision, options.device != "cpu"
     side, channels = vision.config.crop_size, vision.config.in_channels
-    encoder = PictureEncoder(vision)
+    fused = partial(encode_crops, vision) if on_gpu and not options.no_kernels and supports(vision) else None
+    encoder = PictureEncoder(vision, fused)
     tflop = tflop_per_crop(vision.config)
     print(f"ceiling: {tflop:.3g} TFLOP a crop, {1e3 * tflop / TFLOPS:.3g} ms of one H200 at {TFLOPS:.0f} TFLOP/s")
     graphed = on_gpu and not options.no_graphs

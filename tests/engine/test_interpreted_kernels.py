@@ -19,7 +19,14 @@ GPU_TESTS = Path(__file__).parents[1] / "gpu"
 
 @pytest.mark.timeout(1500)  # half a minute of work, on a machine that may be busy with other things
 @pytest.mark.parametrize(
-    "module", ["test_kernels.py", "test_prefill_kernel.py", "test_region_kernel.py", "test_sample_kernel.py"]
+    "module",
+    [
+        "test_kernels.py",
+        "test_prefill_kernel.py",
+        "test_region_kernel.py",
+        "test_sample_kernel.py",
+        "test_vision_kernels.py",
+    ],
 )
 def test_kernels_equal_torch(module: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", str(GPU_TESTS / module)]
