@@ -31,7 +31,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.decode import load_any, parser_of
-from photon_backend.engine.fused_vision import encode_crops, supports
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.engine.runner import PrefillRow, Runner
 from photon_backend.engine.slots import DecodeSlot
@@ -174,8 +173,11 @@ def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
     """Each number of crops, eager and, on a GPU, through graphs."""
     vision, on_gpu = load_any(options).vision, options.device != "cpu"
     side, channels = vision.config.crop_size, vision.config.in_channels
-    fused = partial(encode_crops, vision) if on_gpu and not options.no_kernels and supports(vision) else None
-    encoder = PictureEncoder(vision, fused)
+    encoder = PictureEncoder(vision)
+    if on_gpu and not options.no_kernels:
+        from photon_backend.engine import fused_vision  # needs Triton's kernel language
+
+        encoder = PictureEncoder(vision, partial(fused_vision.encode_crops, vision))
     tflop = tflop_per_crop(vision.config)
     print(f"ceiling: {tflop:.3g} TFLOP a crop, {1e3 * tflop / TFLOPS:.3g} ms of one H200 at {TFLOPS:.0f} TFLOP/s")
     graphed = on_gpu and not options.no_graphs

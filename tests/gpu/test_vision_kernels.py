@@ -1,4 +1,4 @@
-"""The encoder with sums and norms in a kernel against torch. On a GPU, or, slowly, under TRITON_INTERPRET=1 on a CPU."""
+"""The encoder with sums and norms in a kernel, against torch. On a GPU, or under TRITON_INTERPRET=1 on a CPU."""
 
 from __future__ import annotations
 
