@@ -35,10 +35,12 @@ from photon_backend.kernels import attention as attention_module
 from photon_backend.kernels import early as early_module
 from photon_backend.kernels import linear as linear_module
 from photon_backend.kernels import norm as norm_module
+from photon_backend.kernels import prefill as prefill_module
 from photon_backend.kernels import sample as sample_module
 from photon_backend.kernels.attention import DecodeAttention
 from photon_backend.kernels.linear import linear, linear_split
 from photon_backend.kernels.norm import add_norm
+from photon_backend.kernels.prefill import attend, pack, spread, unpack
 from photon_backend.kernels.relay import relay
 from photon_backend.kernels.sample import SampleKernel
 from photon_backend.model.config import ModelConfig, TextConfig
@@ -232,6 +234,34 @@ SAMPLERS: dict[str, dict] = {  # flat logits are the worst case; a model that is
 }
 
 
+def prefills(config: ModelConfig, batch: int) -> dict[str, Work]:
+    """The two kernels of a prefill of pictures, four at most, with 12 tokens of question each."""
+    text, pictures, prefix = config.text, min(batch, 4), config.prefix_len
+    length, heads, width = prefix + 12, text.n_heads, text.n_heads * text.head_dim
+    pages = -(-length // 16)
+    cache = KVCache(text, pictures * pages, 16, torch.device("cuda"), torch.bfloat16)
+    table = torch.randperm(pictures * pages, device="cuda").reshape(pictures, pages)
+    numbers = torch.from_numpy(pack([(row, 0, prefix, length) for row in range(pictures)])).cuda()
+    packed = unpack(numbers, pictures * length, pictures)
+    merged = torch.randn(pictures * length, 3 * width + text.ff_dim, device="cuda", dtype=torch.bfloat16)
+    joined = merged[:, : width + text.ff_dim].contiguous()
+    cos, sin = rope_tables(torch.arange(text.max_context, device="cuda"), text)
+    rope = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+
+    def spreads() -> None:
+        for layer in range(text.n_layers):
+            spread(merged, joined, *cache.flat(layer), packed, table, rope, heads, 16)
+
+    def attends() -> None:
+        for layer in range(text.n_layers):
+            attend(joined, *cache.flat(layer), packed, table, heads, 16)
+
+    return {
+        "prefill, spread": (spreads, 2 * (merged.numel() + joined.numel() + 2 * width * len(merged)), None),
+        "prefill, attention": (attends, 8 * width * len(merged), prefill_module),
+    }
+
+
 def samplers(config: ModelConfig, batch: int) -> dict[str, Work]:
     """Mask, draw and transition of a step in one launch, and the same in torch operations."""
     works: dict[str, Work] = {}
@@ -284,18 +314,19 @@ SWEEPS: dict[ModuleType, list[tuple[int, ...]]] = {
     linear_module: list(itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))),
     attention_module: list(itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2))),
     norm_module: [(4,), (8,), (16,), (32,)],
+    prefill_module: list(itertools.product((32, 64, 128), (4, 8), (2, 3, 4))),
     sample_module: [(b, w) for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16, 32) if 4 <= b // w // 32 <= 32],
 }
 
 
 def sweep(module: ModuleType, work: Callable[[], None]) -> None:
     """Prints the four best shapes of a module's kernel."""
-    tried = []
+    tried, before = [], module.SHAPE  # type: ignore[attr-defined]
     for shape in SWEEPS[module]:
         module.SHAPE = shape  # type: ignore[attr-defined]
         with contextlib.suppress(triton.runtime.errors.OutOfResources):
             tried.append((graph_us(work, LAUNCHES, repeat=8), shape))
-    module.SHAPE = None  # type: ignore[attr-defined]
+    module.SHAPE = before  # type: ignore[attr-defined]
     for us, shape in sorted(tried)[:4]:
         print(f"  {shape}: {us:6.2f} us", flush=True)
 
@@ -310,7 +341,7 @@ def main() -> None:
     for batch in map(int, options.batch.split(",")):
         works = [
             work
-            for make in (linears, attentions, others, regions, forwards, samplers)
+            for make in (linears, attentions, others, regions, forwards, prefills, samplers)
             for work in make(config, batch).items()
         ]
         for name, (work, size, module) in works:

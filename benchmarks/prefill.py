@@ -24,6 +24,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -179,6 +180,10 @@ def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
     vision, on_gpu = load_any(options).vision, options.device != "cpu"
     side, channels = vision.config.crop_size, vision.config.in_channels
     encoder = PictureEncoder(vision)
+    if on_gpu and not options.no_kernels:
+        from photon_backend.engine import fused_vision  # needs Triton's kernel language
+
+        encoder = PictureEncoder(vision, partial(fused_vision.encode_crops, vision))
     tflop = tflop_per_crop(vision.config)
     print(f"ceiling: {tflop:.3g} TFLOP a crop, {1e3 * tflop / TFLOPS:.3g} ms of one H200 at {TFLOPS:.0f} TFLOP/s")
     graphed = on_gpu and not options.no_graphs

@@ -103,6 +103,7 @@ class Runner:
         self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
         self._embed_values: Callable[..., None] = partial(encode_in_torch, model.region)
         self._heads: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
+        self._encode_crops: Callable[[Tensor], Tensor] = model.vision.encode_crops
         self._sample: Callable[..., None] = partial(sample_step, self.rows)
         self._encode_pictures: Callable[[Sequence[np.ndarray], Sequence[tuple[int, int]]], Tensor] = (
             self._encode_at_once
@@ -112,6 +113,7 @@ class Runner:
 
     def use_kernels(self) -> None:
         """From now on steps run through our kernels; on a CPU that is for tests, under TRITON_INTERPRET=1."""
+        from photon_backend.engine import fused_vision
         from photon_backend.engine.fused import FusedText
         from photon_backend.engine.fused_region import FusedRegion
         from photon_backend.kernels.relay import relay
@@ -121,6 +123,8 @@ class Runner:
         if FusedText.supports(self.model.text):
             self._fused = FusedText(self.model.text, self.cache)
             self._prefill = self._prefill_fused
+        if fused_vision.supports(self.model.vision):
+            self._encode_crops = partial(fused_vision.encode_crops, self.model.vision)
         if FusedRegion.supports(self.model.region):
             region = FusedRegion(self.model.region)
             self._embed_values, self._heads = region.encode, region.heads
@@ -138,7 +142,7 @@ class Runner:
 
     def use_vision_graphs(self) -> None:
         """From now on pictures are encoded through CUDA graphs, which are captured here."""
-        encoder = PictureEncoder(self.model.vision)
+        encoder = PictureEncoder(self.model.vision, self._encode_crops)
         encoder.capture()
         self._encode_pictures = encoder.encode
 
@@ -279,7 +283,8 @@ class Runner:
 
     def _encode_at_once(self, pictures: Sequence[np.ndarray], tilings: Sequence[tuple[int, int]]) -> Tensor:
         """As `PictureEncoder.encode`, all crops in one pass of the encoder."""
-        return self.model.vision.encode(self._upload(np.concatenate(pictures), np.uint8), tilings)
+        features = self._encode_crops(self._upload(np.concatenate(pictures), np.uint8))
+        return self.model.vision.project(self.model.vision.merge_all(features, tilings))
 
     def _segments(self, batch: list[PrefillRow]) -> tuple[Tensor, list[Segment]]:
         """Flat positions that the step writes, and what each sequence sees. One copy up for all of it."""

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import cycle
 
 import numpy as np
@@ -67,10 +67,12 @@ class PictureEncoder:
     staging   two as `crops`, and for each the event after which it may be written; on a GPU
     """
 
-    def __init__(self, vision: Vision) -> None:
+    def __init__(self, vision: Vision, encode_crops: Callable[[Tensor], Tensor] | None = None) -> None:
+        """`encode_crops`: instead of the encoder's own, see fused_vision.py."""
         config, weight = vision.config, vision.pos_emb
         self.most = 1 + config.max_crops
         self._vision = vision
+        self._encode_crops = encode_crops or vision.encode_crops
         shape = (self.most, config.crop_size, config.crop_size, config.in_channels)
         self._crops = torch.zeros(shape, dtype=torch.uint8, device=weight.device)
         self._features = torch.zeros(
@@ -126,7 +128,7 @@ class PictureEncoder:
         if graph is not None:
             graph.replay()
         else:
-            self._features[:count].copy_(self._vision.encode_crops(self._crops[:count]))
+            self._features[:count].copy_(self._encode_crops(self._crops[:count]))
 
     def _host(self, count: int) -> Tensor:
         return torch.empty((count, *self._crops.shape[1:]), dtype=torch.uint8, pin_memory=self._crops.is_cuda)

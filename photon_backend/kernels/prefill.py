@@ -22,7 +22,8 @@ from torch import Tensor
 from photon_backend.kernels.attention import rotate_head
 from photon_backend.kernels.linear import tanh_gelu
 
-BLOCK_Q, BLOCK_K = 64, 64  # queries of a program, and keys that it looks at together
+BLOCK_Q = 64  # queries of a program
+SHAPE = (64, 4, 2)  # keys that a program looks at together, warps, stages; benchmarks set it
 
 
 class Packed(NamedTuple):
@@ -185,6 +186,7 @@ def attend(
     joined [T, H E + F]: rotated queries, which the result overwrites; the others as for `spread`, which comes first.
     """
     _, kv_heads, head_dim = keys.shape
+    block_k, warps, stages = SHAPE
     _attend[(len(packed.blocks), heads)](
         joined,
         joined.stride(0),
@@ -199,7 +201,7 @@ def attend(
         PAGE=page_size,
         E=head_dim,
         BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K,
-        num_warps=4,
-        num_stages=2,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        num_stages=stages,
     )

@@ -18,11 +18,10 @@ GPU_TESTS = Path(__file__).parents[1] / "gpu"
 
 
 @pytest.mark.timeout(1500)  # half a minute of work, on a machine that may be busy with other things
-@pytest.mark.parametrize(
-    "module", ["test_kernels.py", "test_prefill_kernel.py", "test_region_kernel.py", "test_sample_kernel.py"]
-)
+@pytest.mark.parametrize("module", ["kernels", "prefill_kernel", "region_kernel", "sample_kernel", "vision_kernels"])
 def test_kernels_equal_torch(module: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", str(GPU_TESTS / module)]
+    path = str(GPU_TESTS / f"test_{module}.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider", path]
     ran = subprocess.run(
         command,
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},

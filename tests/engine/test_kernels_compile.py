@@ -92,7 +92,7 @@ def test_prefill() -> None:
     sizes = {"PAGE": 16, "E": 64}
     heads = {"HALF": 16, "HEADS": 32, "KV_HEADS": 32, "BLOCK": 1024}
     assert "ld.global.v4" in compiled(prefill._spread, sizes | heads, 4, types)
-    blocks = {"BLOCK_Q": prefill.BLOCK_Q, "BLOCK_K": prefill.BLOCK_K}
+    blocks = {"BLOCK_Q": prefill.BLOCK_Q, "BLOCK_K": prefill.SHAPE[0]}
     assert "wgmma" in compiled(prefill._attend, sizes | blocks, 4, types)
 
 

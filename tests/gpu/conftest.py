@@ -22,7 +22,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 # run on a CPU too, under TRITON_INTERPRET=1
-INTERPRETED = ("test_kernels.py", "test_prefill_kernel.py", "test_region_kernel.py", "test_sample_kernel.py")
+INTERPRETED = (
+    "test_kernels.py",
+    "test_prefill_kernel.py",
+    "test_region_kernel.py",
+    "test_sample_kernel.py",
+    "test_vision_kernels.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
