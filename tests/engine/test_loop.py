@@ -143,13 +143,14 @@ def test_who_hoped_for_a_prefix_that_was_evicted_meanwhile_is_asked(make_bench, 
 
 def test_who_hoped_for_a_prefix_whose_step_failed_is_asked(make_bench, checkpoint, monkeypatch):
     bench = make_bench(rows=1, debug=False)
-    encode = bench.engine.stepper.runner.model.vision.encode
+    runner = bench.engine.stepper.runner
+    encode = runner._encode_crops
 
-    def broken(crops, tilings):
-        monkeypatch.setattr(bench.engine.stepper.runner.model.vision, "encode", encode)  # the first time only
+    def broken(crops):
+        monkeypatch.setattr(runner, "_encode_crops", encode)  # the first time only
         raise RuntimeError("no such picture")
 
-    monkeypatch.setattr(bench.engine.stepper.runner.model.vision, "encode", broken)
+    monkeypatch.setattr(runner, "_encode_crops", broken)
     for key in ("bad", "hopeful"):
         bench.submit(*request(key, checkpoint, 2, picture="wide", task="caption", max_tokens=2))
     answers = bench.drain()
@@ -160,14 +161,15 @@ def test_who_hoped_for_a_prefix_whose_step_failed_is_asked(make_bench, checkpoin
 
 def test_a_failing_step_fails_its_requests_and_the_loop_lives(make_bench, checkpoint, monkeypatch):
     bench = make_bench(debug=False)
-    encode = bench.engine.stepper.runner.model.vision.encode
+    runner = bench.engine.stepper.runner
+    encode = runner._encode_crops
 
-    def broken(crops, tilings):
+    def broken(crops):
         if len(crops) > 5:
             raise RuntimeError("no such picture")
-        return encode(crops, tilings)
+        return encode(crops)
 
-    monkeypatch.setattr(bench.engine.stepper.runner.model.vision, "encode", broken)
+    monkeypatch.setattr(runner, "_encode_crops", broken)
     running, name = request("running", checkpoint, 1, task="query", picture="tiny", reasoning=False, max_tokens=20)
     bench.engine.stepper.runner.rows.forbid(bench.engine.config.tokenizer.eos_id)
     bench.submit(running, name)
