@@ -170,6 +170,7 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._born = time.monotonic()
+        Path(self._settings.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied up
         python = self._settings.engine_python or sys.executable
         command = [
             python,

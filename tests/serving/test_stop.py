@@ -93,6 +93,16 @@ def test_its_directory_was_removed(small: Server, pictures: list[bytes], what: s
         assert [answer for answer in answers if STOPPING not in answer] == []
 
 
+def test_engine_comes_back_without_its_directory(small: Server, pictures: list[bytes]) -> None:
+    """It made its socket in what was removed."""
+    shutil.rmtree(small.layout.run_dir)
+    os.kill(doors.status(small)["pid"], signal.SIGKILL)
+    wait_until(lambda: doors.status(small)["restarts"] == 1, 60, "engine seen dead")
+    wait_until(lambda: doors.status(small)["up"], 60, "engine up again")
+    small.wait_ready(120)
+    assert doors.generate(small, **{**GOOD, "image": pictures[0]}).finish_reason == "length"
+
+
 def assert_gone(server: Server, processes: list[int]) -> None:
     """When `stop` returns, not some time later."""
     assert not any(map(alive, processes))
