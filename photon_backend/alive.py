@@ -6,6 +6,7 @@ beside the sockets, and the launcher ends the server when one is there without i
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from pathlib import Path
@@ -27,7 +28,8 @@ class Sign:
     def set_open(self, is_open: bool) -> None:
         """Says whether requests are open here or may still come, so that the end must wait for them: draining.py."""
         if is_open:
-            self._path.with_suffix(OPEN).touch()
+            with contextlib.suppress(OSError):  # full, or removed by something that tidies up: nobody will wait then
+                self._path.with_suffix(OPEN).touch()
         else:
             self._path.with_suffix(OPEN).unlink(missing_ok=True)
 

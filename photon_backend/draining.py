@@ -32,9 +32,16 @@ def marked(run_dir: str, mark: str = DRAINING) -> bool:
     return (Path(run_dir) / mark).exists()
 
 
+def _mark(run_dir: Path, mark: str) -> None:
+    """Makes the directory anew when somebody removed it, who tidied up: the signs are lost with it, so nobody waits for
+    the answers, but who looks for the marks still finds them and answers."""
+    run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (run_dir / mark).touch()
+
+
 def drain(run_dir: Path, timeout_s: float, given_up: Callable[[], bool]) -> bool:
     """Refuses new requests from now on; returns when none is open, or False after `timeout_s` or when `given_up()`."""
-    (run_dir / DRAINING).touch()
+    _mark(run_dir, DRAINING)
     end = time.monotonic() + timeout_s
     while with_open(run_dir):
         if given_up() or time.monotonic() >= end:
@@ -45,6 +52,6 @@ def drain(run_dir: Path, timeout_s: float, given_up: Callable[[], bool]) -> bool
 
 def answer_rest(run_dir: Path) -> list[str]:
     """Has what is open answered. Returns the names of those that did not do it within `ANSWER_S`."""
-    (run_dir / ENDING).touch()
+    _mark(run_dir, ENDING)
     drain(run_dir, ANSWER_S, lambda: False)
     return with_open(run_dir)

@@ -97,11 +97,13 @@ class Layout:
             (self.models / name / "config.pbtxt").write_text(config)
 
     def owned_elsewhere(self) -> bool:
-        """True while another process still holds the lock. Gives up this process's own hold on it."""
+        """True while another process still holds the lock, which nobody can tell once the file was removed. Gives up
+        this process's own hold on it."""
         if self.lock_fd >= 0:
             os.close(self.lock_fd)
             self.lock_fd = -1
-        return not is_free(self.directory / "owner")
+        owner = self.directory / "owner"
+        return owner.exists() and not is_free(owner)
 
     def remove(self) -> None:
         if self.lock_fd >= 0:

@@ -128,8 +128,6 @@ class Server:
         No process tidies up: what outlives it is removed here, and Triton would wait for what nobody needs
         (draining.py). May be called twice.
         """
-        if not self.layout.directory.exists():
-            return
         if self.process.poll() is None:
             with contextlib.suppress(OSError):  # a full disk takes no mark
                 for name in draining.answer_rest(self.layout.run_dir):

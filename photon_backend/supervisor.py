@@ -103,6 +103,7 @@ class Supervisor:
     def trace(self, engine: int, ticks: int, seconds: float, answer: Answer) -> None:
         """Records what an engine does; see Recordings.ask."""
         self._recordings.ask(engine, ticks, seconds, answer)
+        self._sign.set_open(True)  # the supervisor's thread may be loading models for seconds
         os.eventfd_write(self._wake_fd, 1)
 
     def status(self) -> dict[str, object]:
@@ -170,6 +171,7 @@ class Supervisor:
 
     def _start_engine(self) -> None:
         self._born = time.monotonic()
+        Path(self._settings.run_dir).mkdir(mode=0o700, parents=True, exist_ok=True)  # somebody may have tidied up
         python = self._settings.engine_python or sys.executable
         command = [
             python,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -74,6 +76,31 @@ def test_a_front_end_that_hangs(small: Server, pictures: list[bytes]) -> None:
         small.stop()
         assert_gone(small, processes)
         assert STOPPING in str(asked.result(timeout=60))
+
+
+@pytest.mark.parametrize("what", ["run", "."])
+def test_its_directory_was_removed(small: Server, pictures: list[bytes], what: str) -> None:
+    """By something that tidies up: the server goes on, what is open is answered at its end, and nothing stays."""
+    processes = [small.pid, *descendants(small.pid)]
+    with ThreadPoolExecutor(8) as threads:
+        asked = [threads.submit(ask, small, name, {**ENDLESS, "image": pictures[0]}) for name in doors.DOORS]
+        wait_until(lambda: doors.status(small)["running"] == len(asked), 60, "all running")
+        shutil.rmtree(small.layout.directory / what)
+        small.drain(60, threading.Event())
+        small.stop()
+        assert_gone(small, processes)
+        answers = [str(future.result(timeout=60)) for future in asked]
+        assert [answer for answer in answers if STOPPING not in answer] == []
+
+
+def test_engine_comes_back_without_its_directory(small: Server, pictures: list[bytes]) -> None:
+    """It made its socket in what was removed."""
+    shutil.rmtree(small.layout.run_dir)
+    os.kill(doors.status(small)["pid"], signal.SIGKILL)
+    wait_until(lambda: doors.status(small)["restarts"] == 1, 60, "engine seen dead")
+    wait_until(lambda: doors.status(small)["up"], 60, "engine up again")
+    small.wait_ready(120)
+    assert doors.generate(small, **{**GOOD, "image": pictures[0]}).finish_reason == "length"
 
 
 def assert_gone(server: Server, processes: list[int]) -> None:

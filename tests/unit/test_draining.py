@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,18 @@ def test_waits_for_everybody_who_has_something_open(tmp_path: Path) -> None:
     signs[1].set_open(False)
     assert drained.wait(60)
     waiting.join()
+
+
+def test_its_directory_was_removed(tmp_path: Path) -> None:
+    """Who shows a sign goes on, and the marks are there to be found."""
+    run_dir = tmp_path / "photon" / "run"
+    run_dir.mkdir(parents=True)
+    sign = alive.Sign(str(run_dir), "photon_engine_0")
+    shutil.rmtree(tmp_path / "photon")
+    sign.set_open(True)
+    assert draining.drain(run_dir, 600, never) and draining.answer_rest(run_dir) == []
+    assert draining.marked(str(run_dir)) and draining.marked(str(run_dir), draining.ENDING)
+    sign.withdraw()
 
 
 def test_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from photon_backend import alive, draining
 from photon_backend import supervisor as module
 from photon_backend.config import Settings
 from photon_backend.engine.exit_codes import EXIT_UNUSABLE
@@ -84,6 +86,21 @@ def test_front_ends_follow_the_engine(stage: Stage) -> None:
     os.kill(status["pid"], signal.SIGKILL)  # type: ignore[arg-type]
     wait(lambda: stage.asked == LOADED + UNLOADED + LOADED)
     assert supervisor.status()["restarts"] == 1 and supervisor.status()["pid"] != status["pid"]
+
+
+def test_end_waits_for_a_trace_asked_for_while_models_load(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading, loaded = threading.Event(), threading.Event()
+    monkeypatch.setattr(stage, "_load", lambda name: (loading.set(), loaded.wait(60)))
+    supervisor = stage.start(GOOD_ENGINE)
+    assert loading.wait(60)
+    outcomes: list[object] = []
+    supervisor.trace(0, 1, 1.0, outcomes.append)
+    assert alive.with_open(tmp_path) == ["photon_engine_0"]
+    threading.Timer(0.1, loaded.set).start()
+    assert draining.answer_rest(tmp_path) == []
+    assert "[UNAVAILABLE] the server is stopping" in str(outcomes)
 
 
 def test_close_ends_the_engine(stage: Stage) -> None:
