@@ -107,7 +107,8 @@ class Scheduler:
 
     def _cached(self, sequence: Sequence) -> PrefixEntry | None:
         digest = sequence.request.digest
-        return self.cache.get(digest) if digest is not None and self._shares(sequence) else None
+        entry = self.cache.get(digest) if digest is not None else None
+        return entry if entry is not None and self._shares(sequence) else None  # asked of all that wait, in every tick
 
     def _admit(self, step_index: int, limit_ms: float) -> Plan | None:
         """A prefill step that is predicted to take at most `limit_ms`, or one with a single sequence."""

@@ -43,7 +43,7 @@ LEAST = 2  # crops of a picture: the global one and a tile
 
 
 def pieces(counts: Sequence[int], most: int) -> list[slice]:
-    """Cuts a row of pictures into as few pieces as whole pictures in their order allow.
+    """Cuts pictures, in their order, into as few pieces as whole ones allow.
 
     counts: crops of each picture; most: of a piece. ValueError when a picture alone has more.
     """

@@ -20,8 +20,6 @@ from photon_backend.model.weights import load_model, random_model
 from tests.model.cases import MAX_TOKENS, cases, prompt
 from tests.model.tiny_checkpoint import CONFIG, PICTURES, TOKENIZER, picture, write_checkpoint
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-
 
 def test_features_and_greedy_tokens_equal_those_of_the_cpu(tmp_path: Path) -> None:
     """On one machine: the golden numbers need the pinned Pillow and numpy, which a GPU machine may not have."""
