@@ -6,7 +6,8 @@
 Every stream asks a question about one picture, whose prefix is cached after the first time, reads N tokens as they
 come and asks again. The engine alone is the ceiling and is measured first: no Triton, no gRPC, no text. Then each
 number of front ends, with our asyncio clients in processes of their own. Time to first token is counted from the
-request at the client. Weights are random (checkpoints.py), so an answer has N tokens. The last line is JSON.
+request at the client; `in engine` is what the engine had of it, from a Submit to the commit of the first token. Weights
+are random (checkpoints.py), so an answer has N tokens. The last line is JSON.
 
 `--engine-python` is the interpreter of the engine process, when Triton's stubs cannot have its torch. On a machine
 with few cores clients, front ends and engine compete: only where each has a core of its own do the ratios mean much.
@@ -138,6 +139,7 @@ def through_triton(
                 raise RuntimeError(f"{len(failed)} requests failed, the first with {failed[0].message}")
             measured = measure(seconds, outcomes)
             result = {"tokens_per_s": measured["tokens_per_s"], "first_ms": measured["first_ms"][0]}
+            result["in_engine_ms"] = 1e3 * statistics.median(outcome.engine_s for outcome in outcomes)
             result["of_engine"] = result["tokens_per_s"] / alone[streams]["tokens_per_s"]
             result["first_more_ms"] = result["first_ms"] - alone[streams]["first_ms"]
             print(line(f"{front_ends} front ends", streams, result), flush=True)
@@ -148,7 +150,9 @@ def through_triton(
 
 def line(name: str, streams: int, result: dict[str, float]) -> str:
     text = f"{name:>14} {streams:>8} {result['tokens_per_s']:>10.0f} {result['first_ms']:>10.1f}"
-    return text + (f" {result['of_engine']:>10.2f} {result['first_more_ms']:>+10.1f}" if "of_engine" in result else "")
+    if "of_engine" not in result:
+        return text
+    return f"{text} {result['of_engine']:>10.2f} {result['first_more_ms']:>+10.1f} {result['in_engine_ms']:>10.1f}"
 
 
 def parse() -> argparse.Namespace:
@@ -174,7 +178,7 @@ def main() -> None:
         write_checkpoint(Path(directory), shape, options.device, options.dtype)
         rows, positions = max(options.streams), 1024 if options.random_weights else 512  # of picture, prompt and answer
         settings = settings_of(options, rows, checkpoint=directory, pages=(rows + 1) * positions // 16)
-        print("                streams   tokens/s   first ms  of engine       more")
+        print("                streams   tokens/s   first ms  of engine       more  in engine")
         alone = engine_alone(options, settings, image)
         for front_ends in options.front_ends:
             results += through_triton(options, settings, image, front_ends, alone)

@@ -64,6 +64,7 @@ class Outcome:
     due: float
     first: float = 0.0  # first part of the answer
     end: float = 0.0
+    engine_s: float = 0.0  # of the time to the first part, what the engine had of it by its own account
     answer: Answer | None = None
     code: str | None = None  # of the error
     message: str = ""
@@ -138,6 +139,7 @@ class Traffic:
                 if end is not None:
                     whole = content if ask.task in ("detect", "point") else "".join(content)
                     outcome.answer = Answer(whole, end["finish_reason"], end["usage"]["output_tokens"])
+                    outcome.engine_s = end["usage"]["ttft_ms"] / 1e3
             if outcome.answer is None:
                 outcome.code, outcome.message = "LOST", "the answer has no end"
         except PhotonError as error:
