@@ -1,9 +1,9 @@
 """CUDA graphs of the text model's layers in short prefills: one launch instead of five a layer.
 
 Such are the prefills of questions behind a cached picture and of questions without one. A host launches some 120
-kernels for them one by one, 9.3 ms in all where the GPU works 1.8 (12 tokens, Moondream 2's shape, one H200): that is
-their time to the first token. The prefill of a picture of Moondream 2 is longer than any graph here, and not bound by
-its launches, since its crops are encoded meanwhile.
+kernels for them one by one, 9.3 ms in all where the GPU works 1.8 (12 tokens, Moondream 2's shape, one H200), and 5 or
+6 for 64 such questions together: that is their time to the first token. A step that encodes a picture does without: its
+launches do not count beside that, but what fills it up to a bucket would.
 
 There is a graph for each bucket of packed tokens. A step is filled up to its bucket with tokens of the scratch row at
 position 0, whose KV goes to the scratch page, and with blocks of no queries. So these tokens attend to nothing, nothing
@@ -16,12 +16,12 @@ the slot's own buffers, before any other replay. P5: the numbers go up from pinn
 allocator keeps it until the copy has run.
 
 The memory pool is the graphs' own. It could be that of the decode graphs, for the reasons above, and would save some
-16 MB at Moondream 2's shape, what the layers of 256 tokens need at once by the sizes of its tensors, in which the
+130 MB at Moondream 2's shape, what the layers of 2,048 tokens need at once by the sizes of its tensors, in which the
 smaller buckets find room.
 
-Price: that memory and some 5 MB that the graphs leave their results in; five captures, of some 120 kernels each, run
-once before; up to twice the tokens and, in attention, a program a head for each block that the bucket could need. A
-GPU's time for these was not measured.
+Price: that memory and some 63 MB that the graphs leave their results in; eleven captures, of some 120 kernels each, run
+once before; up to twice the tokens, above 256 half as many more, and, in attention, a program a head for each block
+that the bucket could need.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from photon_backend.kernels.prefill import most_blocks, pack, unpack
 
 log = logging.getLogger("photon.engine")
 
-BUCKETS = (16, 32, 64, 128, 256)  # packed tokens
+BUCKETS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048)  # packed tokens
 
 
 class PrefillGraphs:

@@ -170,7 +170,8 @@ class Runner:
 
         assert self._fused is not None
         sequences = [(r.row, r.cached_len, r.prefix_len, r.length) for r in batch]
-        if self._short is not None and len(x) <= self._short.most:
+        encodes = any(r.pixels is not None for r in batch)
+        if self._short is not None and len(x) <= self._short.most and not encodes:
             x, parts, last = self._short.layers(x, sequences)
         else:
             packed = unpack(self._upload(pack(sequences)), len(x), len(batch))
@@ -180,7 +181,7 @@ class Runner:
 
     def compile_prefill(self, slot: DecodeSlot) -> None:
         """Runs the kernels of a prefill too long for a graph once, on a page that nobody reads: they are compiled now,
-        not in a tick. Short ones are compiled as they are captured."""
+        not in a tick. Those of short ones are compiled as they are captured."""
         if self._fused is not None:
             from photon_backend.engine.prefill_graphs import BUCKETS
             from photon_backend.kernels.norm import MANY

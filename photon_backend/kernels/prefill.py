@@ -11,6 +11,7 @@ In torch a layer takes some 25 operations, and four more for each further sequen
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from photon_backend.kernels.attention import rotate_head
 from photon_backend.kernels.linear import tanh_gelu
 
 BLOCK_Q = 64  # queries of a program
+LOG2_E = 1 / math.log(2)
 SHAPE = (64, 4, 2)  # keys that a program looks at together, warps, stages; benchmarks set it
 
 
@@ -143,38 +145,61 @@ def spread(
     )
 
 
+@triton.jit
+def _look(
+    state, q, s, keys, values, table, position, prefix, end, kv_heads, kv_head, scale,
+    PAGE: tl.constexpr, E: tl.constexpr, ALL_SEEN: tl.constexpr,
+):  # fmt: skip
+    """The queries look at the keys of positions s; ALL_SEEN: each of them at all of these."""
+    top, total, acc = state
+    e = tl.arange(0, E)[None, :]
+    if ALL_SEEN:
+        page = tl.load(table + s // PAGE)
+        cell = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + e
+        k, v = tl.load(keys + cell), tl.load(values + cell)
+        score = tl.dot(q, tl.trans(k))
+    else:
+        page = tl.load(table + s // PAGE, s < end, 0)
+        cell = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + e
+        k, v = tl.load(keys + cell, (s < end)[:, None], 0.0), tl.load(values + cell, (s < end)[:, None], 0.0)
+        seen = (s[None, :] <= position[:, None]) | ((s < prefix)[None, :] & (position < prefix)[:, None])
+        score = tl.where(seen, tl.dot(q, tl.trans(k)), float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1))  # finite: position 0 is among the first, and all see it
+    weight = tl.exp2(score * scale - (new_top * scale)[:, None])
+    shrink = tl.exp2((top - new_top) * scale)
+    acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
+    return new_top, total * shrink + tl.sum(weight, 1), acc
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _attend(
     joined, stride, keys, values, blocks, page_table, num_pages, heads, kv_heads, scale,
     PAGE: tl.constexpr, E: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """`scale`: of scores, whose power of 2 is a weight. Keys that every query sees come first and need no mask."""
     block = blocks + tl.program_id(0) * 5
     h = tl.program_id(1)
     kv_head = h // (heads // kv_heads)
-    first, number, row = tl.load(block), tl.load(block + 1), tl.load(block + 2)
-    begin, prefix = tl.load(block + 3), tl.load(block + 4)
-    i, e = tl.arange(0, BLOCK_Q), tl.arange(0, E)
+    first, number, row = tl.load(block), tl.load(block + 1).to(tl.int32), tl.load(block + 2)
+    begin, prefix = tl.load(block + 3).to(tl.int32), tl.load(block + 4).to(tl.int32)
+    i, e, key = tl.arange(0, BLOCK_Q), tl.arange(0, E), tl.arange(0, BLOCK_K)
     position = begin + i
     place = joined + (first + i)[:, None] * stride + h * E + e[None, :]
     q = tl.load(place, i[:, None] < number, 0.0)
+    table = page_table + row * num_pages
     end = tl.maximum(begin + number, tl.where(begin < prefix, prefix, 0))
+    all_seen = tl.where(begin < prefix, prefix, begin + 1) // BLOCK_K * BLOCK_K
     top = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
-    total = tl.zeros((BLOCK_Q,), tl.float32)
-    acc = tl.zeros((BLOCK_Q, E), tl.float32)
-    for s0 in range(0, end, BLOCK_K):
-        s = s0 + tl.arange(0, BLOCK_K)
-        page = tl.load(page_table + row * num_pages + s // PAGE, s < end, 0)
-        cell = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + e[None, :]
-        k = tl.load(keys + cell, (s < end)[:, None], 0.0)
-        v = tl.load(values + cell, (s < end)[:, None], 0.0)
-        seen = (s[None, :] <= position[:, None]) | ((s < prefix)[None, :] & (position < prefix)[:, None])
-        score = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))  # finite: position 0 is in the first block, and all see it
-        weight = tl.exp(score - new_top[:, None])
-        shrink = tl.exp(top - new_top)
-        total = total * shrink + tl.sum(weight, 1)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
-        top = new_top
+    state = top, tl.zeros((BLOCK_Q,), tl.float32), tl.zeros((BLOCK_Q, E), tl.float32)
+    for s0 in range(0, all_seen, BLOCK_K):
+        state = _look(
+            state, q, s0 + key, keys, values, table, position, prefix, end, kv_heads, kv_head, scale, PAGE, E, True
+        )
+    for s0 in range(all_seen, end, BLOCK_K):
+        state = _look(
+            state, q, s0 + key, keys, values, table, position, prefix, end, kv_heads, kv_head, scale, PAGE, E, False
+        )
+    _, total, acc = state
     tl.store(place, (acc / total[:, None]).to(joined.dtype.element_ty), i[:, None] < number)
 
 
@@ -197,7 +222,7 @@ def attend(
         page_table.shape[1],
         heads,
         kv_heads,
-        head_dim**-0.5,
+        head_dim**-0.5 * LOG2_E,
         PAGE=page_size,
         E=head_dim,
         BLOCK_Q=BLOCK_Q,
