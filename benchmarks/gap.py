@@ -24,6 +24,7 @@ import torch
 from benchmarks.decode import load_any, parser_of, settings_of
 from benchmarks.requests import CLIENT, PICTURE, PROMPT_WORDS, wait_for
 from photon_backend.engine.engine import Engine
+from photon_backend.engine.server import freeze_garbage
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
 from photon_backend.protocol import Cancel, Done, Failed, FromEngine, NeedPicture, Picture, Sampling, Submit, Tokens
@@ -97,6 +98,7 @@ class Mix:
 
     def measure(self, streams: int, number: int, clients: int) -> dict[str, float]:
         self.engine.stepper.runner.rows.forbid(self.engine.config.tokenizer.eos_id)
+        freeze_garbage()
         self.engine.start()
         for _ in range(streams):
             self.stream()

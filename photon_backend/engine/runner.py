@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from photon_backend.engine.fused import FusedText
     from photon_backend.engine.prefill_graphs import PrefillGraphs
 
+MOST_UPLOADS = 16  # of a step, of one size, pixels aside
+MOST_UPLOADED = 1 << 17  # bytes of one
+
 
 @dataclass(frozen=True)
 class PrefillRow:
@@ -105,6 +108,7 @@ class Runner:
         self._heads: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
         self._encode_crops: Callable[[Tensor], Tensor] = model.vision.encode_crops
         self._sample: Callable[..., None] = partial(sample_step, self.rows)
+        self._encoder: PictureEncoder | None = None
         self._encode_pictures: Callable[[Sequence[np.ndarray], Sequence[tuple[int, int]]], Tensor] = (
             self._encode_at_once
         )
@@ -130,10 +134,7 @@ class Runner:
             self._embed_values, self._heads = region.encode, region.heads
 
     def use_prefill_graphs(self) -> None:
-        """From now on short prefills go through CUDA graphs, which are captured here, where there are kernels for it.
-
-        Before `use_vision_graphs`: a capture gives up the pinned memory that nobody uses, and that one pins some.
-        """
+        """From now on short prefills go through CUDA graphs, captured here, where there are kernels for it."""
         if self._fused is not None:
             from photon_backend.engine.prefill_graphs import PrefillGraphs
 
@@ -142,9 +143,21 @@ class Runner:
 
     def use_vision_graphs(self) -> None:
         """From now on pictures are encoded through CUDA graphs, which are captured here."""
-        encoder = PictureEncoder(self.model.vision, self._encode_crops)
-        encoder.capture()
-        self._encode_pictures = encoder.encode
+        self._encoder = PictureEncoder(self.model.vision, self._encode_crops)
+        self._encoder.capture()
+        self._encode_pictures = self._encoder.encode
+
+    def pin_ahead(self, steps: int, crops: int) -> None:
+        """Makes the allocator keep pinned memory for the uploads of so many steps of fewer than `crops` crops and a
+        picture. What it lacks a tick must pin: 2 ms for the first small blocks, 4 to 7 for one of 8 MB.
+
+        After all captures, which give up the pinned memory that nobody uses. Price: 8 MB, and that of the encoder.
+        """
+        if self.device.type == "cuda":
+            sizes = [1 << bits for bits in range(3, MOST_UPLOADED.bit_length())] * steps * MOST_UPLOADS
+            _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]  # all at once
+            if self._encoder is not None:
+                self._encoder.pin_ahead(steps, crops)
 
     # ---- forward
 
@@ -310,8 +323,7 @@ class Runner:
     def _upload(self, values: object, dtype: type = np.int64) -> Tensor:
         """A device tensor; from pinned memory on a GPU, whose allocator keeps it until the copy has run.
 
-        The allocator hands out powers of two and gives none back. One that it lacks it must pin first, which may wait
-        for the device: with the first steps, and whenever more is in flight than ever before.
+        The allocator hands out powers of two and gives none back; `pin_ahead` has made it keep enough of them.
         """
         host = torch.from_numpy(np.ascontiguousarray(values, dtype))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host

@@ -46,6 +46,7 @@ class Stepper:
             self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
             self.runner.use_prefill_graphs()
             self.runner.use_vision_graphs()
+        self.runner.pin_ahead(NUM_SLOTS, settings.prefill_crops)
         self.compute, self.copy = make_streams(table.device, delay)
         self.trace = Trace(self.compute)
         self.busy_ms = self.idle_ms = 0.0  # of the device, while steps followed each other

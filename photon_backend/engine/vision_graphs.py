@@ -18,10 +18,10 @@ The engine thread puts the pixels into pinned memory, 0.43 MB a crop: were it do
 picture would hold pinned memory, which is never given back.
 
 Price, at Moondream 2's shape in bfloat16: 12 graphs, of 2 to 13 crops, some 300 kernels each, run once before their
-capture, in 1.1 s on an H200. Memory: 38 MB of buffers, 57 MB pinned on the host, and a pool for what the largest piece
-needs at once, a quarter of a GB by the sizes of its tensors, in which the others find room. It is not the pool of the
-decode graphs, though it could be: all replays run on one stream, and nothing in either pool is read after its replay.
-It would save what a decode step needs, some MB. Bytes of the graphs themselves were not measured.
+capture, in 1.1 s on an H200. Memory: 38 MB of buffers, 14 blocks of 8 MB pinned on the host, and a pool for what the
+largest piece needs at once, a quarter of a GB by the sizes of its tensors, in which the others find room. It is not the
+pool of the decode graphs, though it could be: all replays run on one stream, and nothing in either pool is read after
+its replay. It would save what a decode step needs, some MB. Bytes of the graphs themselves were not measured.
 """
 
 from __future__ import annotations
@@ -57,6 +57,11 @@ def pieces(counts: Sequence[int], most: int) -> list[slice]:
             begin, held = i, 0
         held += count
     return [*cut, slice(begin, len(counts))]
+
+
+def most_pieces(crops: int, most: int) -> int:
+    """How many pieces so many crops are at most: two that follow each other have more than `most`."""
+    return 2 * (crops // (most + 1)) + 1
 
 
 class PictureEncoder:
@@ -131,14 +136,17 @@ class PictureEncoder:
             self._features[:count].copy_(self._encode_crops(self._crops[:count]))
 
     def _host(self, count: int) -> Tensor:
-        return torch.empty((count, *self._crops.shape[1:]), dtype=torch.uint8, pin_memory=self._crops.is_cuda)
+        """Of one size for all, so that the allocator has only one kind of block to keep."""
+        return torch.empty(self._crops.shape, dtype=torch.uint8, pin_memory=self._crops.is_cuda)[:count]
+
+    def pin_ahead(self, steps: int, crops: int) -> None:
+        """Makes the allocator keep pinned memory for so many steps, each of fewer than `crops` crops and a picture."""
+        blocks = steps * most_pieces(crops - 1 + self.most, self.most)
+        _ = [self._host(1) for _ in range(blocks)]  # all at once
 
     @torch.inference_mode()
     def capture(self) -> None:
-        """Makes a graph of each number of crops that pictures have, the largest first: the others fit into its memory.
-
-        And pins memory for their pixels, so that hardly any tick must: that may wait for the device.
-        """
+        """A graph of each number of crops that pictures have, the largest first: the others fit into its memory."""
         device = self._crops.device
         stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
         begun = time.monotonic()
@@ -152,5 +160,4 @@ class PictureEncoder:
                 self.run(count)
             self._graphs[count] = graph
             log.info("graph of %d crops captured after %.1f s", count, time.monotonic() - begun)
-        _ = [self._host(count) for count in range(LEAST, self.most + 1)]  # all at once; the allocator keeps them
         torch.cuda.empty_cache()  # what was computed outside the pool, on a stream that nobody uses again

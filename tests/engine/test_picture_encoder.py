@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from harness import Bench, request
 from tiny_checkpoint import PICTURES, picture
 
 from photon_backend.engine.kv_cache import prefill_mask
-from photon_backend.engine.vision_graphs import PictureEncoder, pieces
+from photon_backend.engine.vision_graphs import PictureEncoder, most_pieces, pieces
 from photon_backend.model.attention import prefix_mask
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
@@ -31,6 +32,19 @@ from photon_backend.model.weights import load_model
 )
 def test_pieces_hold_whole_pictures_in_their_order(counts, cut):
     assert [counts[piece] for piece in pieces(counts, 13)] == cut
+
+
+@pytest.mark.parametrize("most", [2, 5, 13])
+def test_pieces_are_at_most_so_many(most):
+    """Against many pictures of every size, and one row of sizes that needs them all."""
+    chance = random.Random(most)
+    for crops in (1, most, most + 1, 44):
+        for _ in range(200):
+            counts: list[int] = []
+            while (count := chance.randint(1, most)) <= crops - sum(counts):
+                counts.append(count)
+            assert len(pieces(counts, most)) <= most_pieces(crops, most)
+    assert len(pieces([most, 1] * 3 + [most], most)) == most_pieces(3 * (most + 1) + most, most)
 
 
 def test_a_piece_too_large_for_its_buffers_is_refused():

@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import Bench, request
 
+from photon_backend.engine.graphs import can_capture
 from photon_backend.engine.streams import make_streams
 
 NUMBER = 24
@@ -133,12 +134,15 @@ def test_nothing_in_a_tick_waits_for_the_device_unasked(checkpoint, on_cpu):
     with bench_on(checkpoint, "cuda", debug=False) as bench:
         for i in range(NUMBER):
             bench.submit(*request(f"r{i}", checkpoint, i))
+        pinned = torch.cuda.host_memory_stats()["num_host_alloc"]
         torch.cuda.set_sync_debug_mode("error")
         try:
             told = {key: answer.told for key, answer in bench.drain().items()}
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert told == on_cpu
+    if can_capture():  # without graphs pixels go up in blocks of any size
+        assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 9])

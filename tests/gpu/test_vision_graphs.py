@@ -127,6 +127,7 @@ def test_steps_of_pictures_wait_for_nothing(checkpoint, on_cpu):
     run = encoder.run
     encoder.run = lambda count: (sizes.append(count), run(count))
     submit_all(bench, checkpoint)
+    pinned = torch.cuda.host_memory_stats()["num_host_alloc"]
     torch.cuda.set_sync_debug_mode("error")
     try:
         told = {key: answer.told for key, answer in bench.drain().items()}
@@ -134,6 +135,7 @@ def test_steps_of_pictures_wait_for_nothing(checkpoint, on_cpu):
         torch.cuda.set_sync_debug_mode("default")
         bench.close()
     assert told == on_cpu
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == pinned  # which the debug mode does not know to wait
     assert max(sizes) <= MOST and len(sizes) > bench.engine.pipeline.num_launched
 
 
