@@ -159,6 +159,28 @@ def test_who_hoped_for_a_prefix_whose_step_failed_is_asked(make_bench, checkpoin
     bench.assert_baseline()
 
 
+def test_tokens_leave_before_a_prefill_is_launched(make_bench, checkpoint, monkeypatch):
+    """Its launch takes a host milliseconds; what was committed in the same tick does not wait for them."""
+    bench = make_bench()
+    waiting: list[int] = []
+    launch = bench.engine.stepper.launch
+
+    def noting(step, plan, samples):
+        if plan.kind == "prefill":
+            waiting.append(sum(len(messages) for messages in bench.engine.book._outbox.values()))
+        launch(step, plan, samples)
+
+    monkeypatch.setattr(bench.engine.stepper, "launch", noting)
+    bench.submit(*request("running", checkpoint, 1, task="query", picture="none", reasoning=False, max_tokens=40))
+    while len(bench.answers.get("running", Answer()).ids) < 3:
+        bench.tick()
+    for i in range(4):
+        bench.submit(*request(f"r{i}", checkpoint, i, task="query", picture="none", max_tokens=3))
+        bench.tick()
+    bench.drain()
+    assert len(waiting) > 2 and not any(waiting)
+
+
 def test_a_failing_step_fails_its_requests_and_the_loop_lives(make_bench, checkpoint, monkeypatch):
     bench = make_bench(debug=False)
     runner = bench.engine.stepper.runner
