@@ -1,4 +1,4 @@
-"""Launcher: `python -m photon_backend.serve` runs Triton with the three models until SIGTERM or SIGINT.
+"""Launcher: `python -m photon_backend.serve` runs Triton with the three models until SIGTERM, SIGINT or SIGHUP.
 
 The first signal drains (draining.py): new requests are refused with UNAVAILABLE, running ones finish within
 `--drain-seconds`, the rest is answered UNAVAILABLE, then everything is killed. A second one answers the rest at once.
@@ -23,7 +23,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -308,8 +308,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     for sentence in idle_variables():
         print(f"photon: {sentence}", file=sys.stderr)
-    signal.signal(signal.SIGTERM, _leave)
-    signal.signal(signal.SIGINT, _leave)
+    _on_signals(_leave)
     begun = time.monotonic()
     try:
         with start_server(
@@ -338,9 +337,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """The first signal ends the `with` block above in order; while it does, a second one ends the draining."""
-    signal.signal(signal.SIGTERM, lambda *_: _hurry.set())
-    signal.signal(signal.SIGINT, lambda *_: _hurry.set())
+    _on_signals(lambda *_: _hurry.set())
+    with contextlib.suppress(OSError):  # of a terminal that was closed
+        print("photon: stopping, running requests finish first; a second signal ends them", file=sys.stderr, flush=True)
     sys.exit(0)
+
+
+def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
+    """SIGHUP is that of a closed terminal, and stays ignored under nohup."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

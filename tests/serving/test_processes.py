@@ -72,9 +72,10 @@ def test_silent_engine(hurt: Server, pictures: list[bytes]) -> None:
     assert doors.status(hurt)["pid"] != before and not alive(before)
 
 
-def test_sigterm_leaves_nothing(launcher: subprocess.Popen[str]) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_nothing(launcher: subprocess.Popen[str], number: signal.Signals) -> None:
     directory, processes = belongings(launcher)
-    launcher.send_signal(signal.SIGTERM)
+    launcher.send_signal(number)
     assert launcher.wait(60) == 0
     assert not directory.exists() and regions(directory) == []
     wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
