@@ -1,10 +1,12 @@
 """Decode speed of the engine alone: blocking against pipelined, in one run.
 
     python -m benchmarks.decode [--device cpu|cuda] [--batch 1,4,16] [--context N] [--tokens N] [--random-weights]
-                                [--no-overlap] [--no-graphs] [--no-kernels] [--trace FILE]
+                                [--no-overlap] [--no-graphs] [--no-kernels] [--no-prefix-cache] [--trace FILE]
 
-Every request is a free-text query that may not end before N tokens. Prefill is left out: the clock runs from the tick
-in which every row has its first token to the last one. Prints the ceiling, then a table; the last line is JSON.
+Every request is a free-text query that may not end before N tokens, so there is no picture and `--no-prefix-cache` has
+no effect. Prefill is left out: the clock runs from the tick in which every row has its first token to the last one.
+Prints the ceiling, weights and KV read once from memory, then a table with the share of it that each step reaches; the
+last line is JSON.
 
 What to expect (the design's model): blocking = forward + sampling + bookkeeping, pipelined = forward + sampling. So the
 gain that bookkeeping predicts is `host / (step - host)` with step and host of the blocking run; a measured gain far
@@ -25,14 +27,13 @@ from typing import Any
 
 import torch
 
+from benchmarks.ceilings import bytes_per_s, decode_bytes
 from photon_backend.config import TINY_CHECKPOINT, Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.model.config import ModelConfig
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model, random_model
 from photon_backend.protocol import FromEngine, Sampling, Submit, Tokens
-
-MEMORY_BYTES_PER_S = 4.2e12  # one H200, measured: a copy, bytes read plus bytes written
 
 
 class Load:
@@ -66,17 +67,19 @@ class Load:
         while len(self.started) < batch:
             self.engine.tick()
         begin, before = time.perf_counter(), self.engine.snapshot()
+        in_flight = len(self.engine.pipeline)  # launched before the clock began, run while it does
         while self.engine.tick():
             pass
         seconds, after = time.perf_counter() - begin, self.engine.snapshot()
-        steps = after.steps - before.steps
+        launched = after.steps - before.steps
+        steps = launched + in_flight
         overlapped = after.steps_overlapped - before.steps_overlapped
         return {
             "step_ms": 1e3 * seconds / steps,
             "tokens_per_s": (after.tokens - before.tokens) / seconds,
             "host_ms": (after.host_ms - before.host_ms) / (after.ticks - before.ticks),
             "idle_ms": (after.device_idle_ms - before.device_idle_ms) / steps,
-            "overlapped": overlapped / steps,
+            "overlapped": overlapped / launched,
         }
 
     def close(self) -> None:
@@ -117,18 +120,19 @@ def load_settings(options: argparse.Namespace, batch: int, overlap: bool) -> Set
     return settings_of(options, batch, overlap=overlap, max_waiting=batch, prefill_tokens=tokens)
 
 
-def floor_ms(model: Moondream, batch: int, context: int) -> float:
-    """Time to read weights and KV once at the measured memory bandwidth: no decode step is faster."""
-    text = model.config.text
-    weights = sum(p.numel() * p.element_size() for name, p in model.text.named_parameters() if name != "wte")
-    kv = 2 * text.n_layers * text.n_kv_heads * text.head_dim * model.text.wte.element_size() * context * batch
-    return 1e3 * (weights + kv) / MEMORY_BYTES_PER_S
+def floors_ms(options: argparse.Namespace, model: Moondream, batches: list[int]) -> dict[int, float]:
+    """Milliseconds of a step by batch: no decode step is faster than memory. Prints them."""
+    rate, context = bytes_per_s(options.device), options.context + options.tokens // 2
+    floors = {batch: 1e3 * decode_bytes(model, batch, context) / rate for batch in batches}
+    of_batch = ", ".join(f"{floor:.3f} ms at B = {batch}" for batch, floor in floors.items())
+    print(f"ceiling: weights and KV read once at {rate / 1e9:,.1f} GB/s: {of_batch}", flush=True)
+    return floors
 
 
 def line(batch: int, overlap: bool, result: dict[str, float], gain: float, predicted: float) -> str:
     mode = "pipelined" if overlap else "blocking"
-    text = f"{batch:>5} {mode:>10} {result['step_ms']:>8.3f} {result['tokens_per_s']:>9.0f} {result['host_ms']:>8.3f}"
-    text += f" {result['idle_ms']:>8.3f}"
+    text = f"{batch:>5} {mode:>10} {result['step_ms']:>8.3f} {result['tokens_per_s']:>9.0f}"
+    text += f" {result['of_ceiling']:>10.0%} {result['host_ms']:>8.3f} {result['idle_ms']:>8.3f}"
     return text + (f" {result['overlapped']:>10.0%} {gain:>7.1%} {predicted:>9.1%}" if overlap else "")
 
 
@@ -140,11 +144,15 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=1, help="of torch, on a CPU; one leaves a core to the host side")
-    parser.add_argument("--no-overlap", action="store_true", help="the blocking loop only")
-    parser.add_argument("--no-graphs", action="store_true")
-    parser.add_argument("--no-kernels", action="store_true")
-    parser.add_argument("--no-prefix-cache", action="store_true")
+    parser.add_argument("--no-kernels", action="store_true", help="torch operations; a CPU has no others")
+    add_ablations(parser)
     return parser
+
+
+def add_ablations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-overlap", action="store_true", help="the blocking loop only")
+    parser.add_argument("--no-graphs", action="store_true", help="without CUDA graphs; a CPU has none")
+    parser.add_argument("--no-prefix-cache", action="store_true", help="every picture anew; without pictures no effect")
 
 
 def load_any(options: argparse.Namespace) -> Moondream:
@@ -166,22 +174,22 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     modes = [False] if options.no_overlap else [False, True]
     model = load_any(options)
-    results = []
-    print("batch       mode  step ms  tokens/s  host ms  idle ms overlapped    gain predicted")
-    for batch in map(int, options.batch.split(",")):
-        if options.device != "cpu":
-            print(f"floor {floor_ms(model, batch, options.context + options.tokens // 2):.3f} ms", flush=True)
+    results: list[dict[str, Any]] = []
+    floors = floors_ms(options, model, [int(batch) for batch in options.batch.split(",")])
+    print("batch       mode  step ms  tokens/s of ceiling  host ms  idle ms overlapped    gain predicted")
+    for batch, floor in floors.items():
         measured = measure_modes(options, model, batch, modes)
         blocking = measured[0]
         predicted = blocking["host_ms"] / (blocking["step_ms"] - blocking["host_ms"])
         for overlap, result in zip(modes, measured, strict=True):
             gain = blocking["step_ms"] / result["step_ms"] - 1
+            result |= {"floor_ms": floor, "of_ceiling": floor / result["step_ms"]}
             print(line(batch, overlap, result, gain, predicted), flush=True)
             results.append({"batch": batch, "overlap": overlap, "gain": gain, "predicted_gain": predicted} | result)
     if options.trace is not None:
         from benchmarks.trace import trace_modes  # matplotlib is slow to import
 
-        trace_modes(options, model, int(options.batch.split(",")[0]), options.trace)
+        trace_modes(options, model, next(iter(floors)), options.trace)
     name = "moondream2, random" if options.random_weights else Path(options.checkpoint).name
     print(json.dumps({"benchmark": "decode", "device": options.device, "model": name, "results": results}))
 

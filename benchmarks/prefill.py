@@ -32,6 +32,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.ceilings import tflop_per_crop
 from benchmarks.decode import load_any, parser_of
 from photon_backend.engine import fused
 from photon_backend.engine.kv_cache import KVCache
@@ -145,14 +146,6 @@ def count_launches() -> list[dict[str, object]]:
             print(f"{what:<32} {name:>6} {launches.total():>5} launches", flush=True)
             results.append({"batch": what, "graphs": graphs, "launches": launches.total(), "by_name": launches})
     return results
-
-
-def tflop_per_crop(config: VisionConfig) -> float:
-    """Of the encoder: its linears, and scores and sums of attention."""
-    width, patches = config.enc_dim, config.num_patches
-    layer = 4 * width**2 + 2 * width * config.enc_ff_dim + 2 * width * patches
-    first = config.in_channels * config.enc_patch_size**2 * width
-    return 2e-12 * patches * (config.enc_n_layers * layer + first)
 
 
 def measure(work: Callable[[], object], on_gpu: bool, repeat: int) -> tuple[float, float]:

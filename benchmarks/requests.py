@@ -6,7 +6,11 @@
 Each request asks about an 850 x 600 picture with a short prompt and gets 4 tokens (direct) or 30 (reasoning). Pictures
 come in pairs: two requests share one, so half of them can find its prefix. Closed loop: `--clients` requests are always
 open. Open loop (`--rate` per second, Poisson): arrivals do not wait for answers, and latency includes the queue. Crops
-are cut once, outside the clock: that is the front ends' work. The last line is JSON.
+are cut once, outside the clock: that is the front ends' work.
+
+Prints the ceiling first, requests per second of a device that does nothing but arithmetic at its full rate (encoder and
+prefill, of every second request without its picture) and reads weights and KV once a step of all clients. The table
+says how many requests found their prefix: a half, none with `--no-prefix-cache`. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from benchmarks.ceilings import bytes_per_s, decode_bytes, flop_per_s, tflop_per_crop, tflop_per_token
 from benchmarks.decode import load_any, parser_of, settings_of
 from photon_backend.engine.engine import Engine
 from photon_backend.model.crops import make_crops
@@ -116,6 +121,19 @@ class Workload:
         }
 
 
+def ceilings(options: argparse.Namespace, model: Moondream, batches: list[int]) -> dict[int, float]:
+    """Requests per second by clients. Prints them."""
+    config, cached = model.config, 0.0 if options.no_prefix_cache else 0.5
+    crops, _ = make_crops(np.zeros((*PICTURE, 3), np.uint8), config.vision)
+    tokens, steps = config.prefix_len * (1 - cached) + PROMPT_WORDS, TOKENS[options.workload] - 1
+    tflop = len(crops) * tflop_per_crop(config.vision) * (1 - cached) + tokens * tflop_per_token(config)
+    flops, rate, context = flop_per_s(options.device, options.dtype), bytes_per_s(options.device), config.prefix_len
+    limits = {n: 1 / (1e12 * tflop / flops + steps * decode_bytes(model, n, context) / rate / n) for n in batches}
+    by_clients = ", ".join(f"{limit:.1f} /s with {n}" for n, limit in limits.items())
+    print(f"ceiling at {flops / 1e12:.3g} TFLOP/s and {rate / 1e9:,.1f} GB/s, by clients: {by_clients}", flush=True)
+    return limits
+
+
 def main() -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--workload", choices=sorted(TOKENS), default="direct")
@@ -125,13 +143,14 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model, results = load_any(options), []
+    limits = ceilings(options, model, [int(clients) for clients in options.clients.split(",")])
     print(f"{options.workload}: {TOKENS[options.workload]} tokens out, picture {PICTURE[1]} x {PICTURE[0]}")
-    for clients in map(int, options.clients.split(",")):
+    for clients, limit in limits.items():
         load = Workload(options, model, rows=clients)
         load.engine.start()
         result = load.measure(options.requests, clients, options.rate)
         load.engine.stop()
-        results.append({"clients": clients, "rate": options.rate} | result)
+        results.append({"clients": clients, "rate": options.rate, "ceiling_requests_per_s": limit} | result)
         print(
             f"clients {clients:>3}  {result['requests_per_s']:>7.1f} requests/s  p50 {result['p50_ms']:>7.1f} ms  "
             f"p99 {result['p99_ms']:>7.1f} ms  prefix hits {result['hit_rate']:.0%}",

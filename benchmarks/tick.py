@@ -1,10 +1,12 @@
 """Host work of a tick, without a device: what the engine thread does while a step runs.
 
-    python -m benchmarks.tick [--rows 1,16,64,256] [--tokens N] [--gc frozen|thawed|off]
+    python -m benchmarks.tick [--rows 1,16,64,256] [--tokens N] [--gc frozen|thawed|off] [--no-overlap]
 
 The streams do nothing and are always done, so what remains is the tick itself: intake, plan, launch, commit, emit.
 Times are those of the processor for this thread: it never waits, and what else the machine does is left out.
 Every row is a free-text query in its steady state. Prints the target first; the last line is JSON.
+`--no-graphs` and `--no-prefix-cache` are accepted, as by every benchmark, and change nothing: nothing is replayed and
+no row has a picture.
 
 `--gc`: of the garbage collector, frozen after the start as in an engine process, thawed as Python has it, or off. `gc`
 is what it took of all ticks, and of the tick in which it took longest.
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.decode import add_ablations
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.engine.server import freeze_garbage
@@ -69,7 +72,7 @@ class Collections:
         gc.callbacks.remove(self)
 
 
-def measure(rows: int, tokens: int, mode: str) -> dict[str, float]:
+def measure(rows: int, tokens: int, mode: str, overlap: bool = True) -> dict[str, float]:
     """Microseconds per tick, median and 99th percentile, with `rows` rows decoding."""
     emitted = 0
 
@@ -77,7 +80,8 @@ def measure(rows: int, tokens: int, mode: str) -> dict[str, float]:
         nonlocal emitted
         emitted += len(messages)
 
-    engine = Engine(Settings(rows=rows, max_waiting=rows, threads=1, prefill_tokens=1 << 20), emit)
+    settings = Settings(rows=rows, max_waiting=rows, threads=1, prefill_tokens=1 << 20, overlap=overlap)
+    engine = Engine(settings, emit)
     engine.stepper.close()
     engine.stepper.compute = engine.stepper.copy = NoStream()
     for slot in engine.stepper.slots:
@@ -120,10 +124,12 @@ def main() -> None:
     parser.add_argument("--rows", default="1,16,64,256")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--gc", choices=("frozen", "thawed", "off"), default="frozen")
+    add_ablations(parser)
     options = parser.parse_args()
     results = []
+    print("target: 100 us and 2 us a row")
     for rows in map(int, options.rows.split(",")):
-        result = measure(rows, options.tokens, options.gc)
+        result = measure(rows, options.tokens, options.gc, not options.no_overlap)
         results.append(result)
         print(
             f"rows {rows:>4}  target {result['target_us']:>5.0f} us  "
@@ -132,7 +138,7 @@ def main() -> None:
             f"{result['gc_max_us']:>7.1f} us at most",
             flush=True,
         )
-    print(json.dumps({"benchmark": "tick", "gc": options.gc, "results": results}))
+    print(json.dumps({"benchmark": "tick", "gc": options.gc, "overlap": not options.no_overlap, "results": results}))
 
 
 if __name__ == "__main__":
