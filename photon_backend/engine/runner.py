@@ -148,8 +148,9 @@ class Runner:
         self._encode_pictures = self._encoder.encode
 
     def pin_ahead(self, steps: int, crops: int) -> None:
-        """Makes the allocator keep pinned memory for the uploads of so many steps of fewer than `crops` crops and a
-        picture. What it lacks a tick must pin: 2 ms for the first small blocks, 4 to 7 for one of 8 MB.
+        """Makes the allocator keep pinned memory for the uploads of so many steps, in each of which all pictures but
+        the last have fewer than `crops` crops. What it lacks a tick must pin: 2 ms for the first small blocks, 4 to 7
+        for one of 8 MB.
 
         After all captures, which give up the pinned memory that nobody uses. Price: 8 MB, and that of the encoder.
         """
@@ -157,7 +158,7 @@ class Runner:
             sizes = [1 << bits for bits in range(3, MOST_UPLOADED.bit_length())] * steps * MOST_UPLOADS
             _ = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for size in sizes]  # all at once
             if self._encoder is not None:
-                self._encoder.pin_ahead(steps, crops)
+                self._encoder.pin_ahead(steps, self.scratch, crops)  # a row for each picture
 
     # ---- forward
 

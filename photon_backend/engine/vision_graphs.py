@@ -18,10 +18,11 @@ The engine thread puts the pixels into pinned memory, 0.43 MB a crop: were it do
 picture would hold pinned memory, which is never given back.
 
 Price, at Moondream 2's shape in bfloat16: 12 graphs, of 2 to 13 crops, some 300 kernels each, run once before their
-capture, in 1.1 s on an H200. Memory: 38 MB of buffers, 14 blocks of 8 MB pinned on the host, and a pool for what the
-largest piece needs at once, a quarter of a GB by the sizes of its tensors, in which the others find room. It is not the
-pool of the decode graphs, though it could be: all replays run on one stream, and nothing in either pool is read after
-its replay. It would save what a decode step needs, some MB. Bytes of the graphs themselves were not measured.
+capture, in 1.1 to 2 s on an H200. Memory: 38 MB of buffers, 14 blocks of 8 MB pinned on the host (fewer with fewer than
+7 rows), and a pool for what the largest piece needs at once, a quarter of a GB by the sizes of its tensors, in which
+the others find room. It is not the pool of the decode graphs, though it could be: all replays run on one stream, and
+nothing in either pool is read after its replay. It would save what a decode step needs, some MB. Bytes of the graphs
+themselves were not measured.
 """
 
 from __future__ import annotations
@@ -59,9 +60,12 @@ def pieces(counts: Sequence[int], most: int) -> list[slice]:
     return [*cut, slice(begin, len(counts))]
 
 
-def most_pieces(crops: int, most: int) -> int:
-    """How many pieces so many crops are at most: two that follow each other have more than `most`."""
-    return 2 * (crops // (most + 1)) + 1
+def most_pieces(pictures: int, crops: int, most: int) -> int:
+    """How many pieces up to so many pictures, of up to so many crops together, can be.
+
+    Each holds a picture, and two that follow each other have more than `most` crops.
+    """
+    return min(pictures, 2 * (crops // (most + 1)) + 1)
 
 
 class PictureEncoder:
@@ -139,9 +143,10 @@ class PictureEncoder:
         """Of one size for all, so that the allocator has only one kind of block to keep."""
         return torch.empty(self._crops.shape, dtype=torch.uint8, pin_memory=self._crops.is_cuda)[:count]
 
-    def pin_ahead(self, steps: int, crops: int) -> None:
-        """Makes the allocator keep pinned memory for so many steps, each of fewer than `crops` crops and a picture."""
-        blocks = steps * most_pieces(crops - 1 + self.most, self.most)
+    def pin_ahead(self, steps: int, pictures: int, crops: int) -> None:
+        """Makes the allocator keep pinned memory for so many steps, each of up to so many pictures, of which all but
+        the last have fewer than `crops` crops."""
+        blocks = steps * most_pieces(pictures, crops - 1 + self.most, self.most)
         _ = [self._host(1) for _ in range(blocks)]  # all at once
 
     @torch.inference_mode()

@@ -43,8 +43,19 @@ def test_pieces_are_at_most_so_many(most):
             counts: list[int] = []
             while (count := chance.randint(1, most)) <= crops - sum(counts):
                 counts.append(count)
-            assert len(pieces(counts, most)) <= most_pieces(crops, most)
-    assert len(pieces([most, 1] * 3 + [most], most)) == most_pieces(3 * (most + 1) + most, most)
+            if counts:
+                assert len(pieces(counts, most)) <= most_pieces(len(counts), crops, most)
+    assert len(pieces([most, 1] * 3 + [most], most)) == most_pieces(99, 3 * (most + 1) + most, most)
+
+
+def test_memory_is_kept_for_no_more_pictures_than_there_are_rows(checkpoint, monkeypatch):
+    """However many crops a step may have, which is a setting: a million would be terabytes."""
+    encoder = PictureEncoder(load_model(checkpoint, torch.device("cpu"), torch.float32).vision)
+    kept: list[int] = []
+    host = encoder._host
+    monkeypatch.setattr(encoder, "_host", lambda count: kept.append(count) or host(count))
+    encoder.pin_ahead(2, 3, 10**6)
+    assert len(kept) == 2 * 3
 
 
 def test_a_piece_too_large_for_its_buffers_is_refused():
