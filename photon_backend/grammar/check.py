@@ -46,6 +46,8 @@ _LARK_REFUSED = (
     (re.compile(r"\btemperature\s*="), "temperature"),
     (re.compile(r"x-guidance"), "x-guidance"),
 )
+# Strings, expressions and comments of the library's Lark; or, its group, what stands before a schema.
+_LARK_JSON = re.compile(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/|(?://|#)[^\n]*|(%json\s*)')
 
 
 def refuse(spec: GrammarSpec, why: str) -> PhotonError:
@@ -167,8 +169,8 @@ def lark_of(spec: GrammarSpec) -> str:
     the tokens of JSON is not legal: a model that likes it would loop in it for ever. \\d, \\w and \\s are ASCII.
     """
     if spec.kind == "lark":
-        return f'%llguidance {{"no_forcing": true}}\n{spec.text}'
-    if spec.kind == "choice":
+        body = _compact(spec.text)
+    elif spec.kind == "choice":
         # one terminal: alternatives in one automaton, not lexemes of which the longest would win
         body = "start: CHOICE\nCHOICE: " + " | ".join(
             json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text)
@@ -178,7 +180,24 @@ def lark_of(spec: GrammarSpec) -> str:
 
         body = f"start: /{regex_to_lark(spec.text, 'dws')}/"
     else:
-        schema = json.loads(spec.text)
-        options = {"x-guidance": {"whitespace_flexible": False}}
-        body = "start: %json " + json.dumps({**({} if schema is True else schema), **options}, ensure_ascii=False)
+        body = f"start: %json {_compact_schema(json.loads(spec.text))}"
     return f'%llguidance {{"no_forcing": true}}\n{body}'
+
+
+def _compact_schema(schema: Any) -> str:
+    """The schema for the library, without white space between the tokens of its values."""
+    if schema is True:
+        schema = {}
+    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}} if isinstance(schema, dict) else schema)
+
+
+def _compact(lark: str) -> str:
+    """A checked Lark grammar with each schema after %json made compact; %json in a string or a comment is text."""
+    parts, at = [], 0
+    while (found := _LARK_JSON.search(lark, at)) is not None:
+        parts.append(lark[at : found.end()])
+        at = found.end()
+        if found[1]:
+            schema, at = json.JSONDecoder().raw_decode(lark, at)
+            parts.append(_compact_schema(schema))
+    return "".join((*parts, lark[at:]))

@@ -80,6 +80,12 @@ def test_whitespace_is_not_legal_between_the_tokens_of_json(grammars, letters) -
     constraint = grammars.compile(GrammarSpec("json_schema", '{"type":"object","properties":{"a":{"type":"integer"}}}'))
     assert letters.accepts(constraint, '{"a":1}') and not letters.accepts(constraint, '{"a": 1}')
     assert letters.accepts(constraint, '{"a":1,"b c":[1,{"d":null}]}')
+    quoted = '"%json {}" | /%json [1]/ | "\\"%json 1" %json\n {"const":{"a":"%json {}"}} | "b" %json true  // %json {}'
+    constraint = grammars.compile(GrammarSpec("lark", f"start: {quoted}"))
+    for text in ("%json {}", "%json 1", '"%json 1{"a":"%json {}"}', 'b{"a":[1,2]}'):
+        assert letters.accepts(constraint, text), text
+    for text in ('"%json 1{"a": "%json {}"}', 'b{"a":[1, 2]}', 'b {"a":[1,2]}', "b\n1"):
+        assert not letters.accepts(constraint, text), text
 
 
 def test_an_illegal_token_ends_its_matcher_only(grammars, letters) -> None:
