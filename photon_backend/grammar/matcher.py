@@ -40,7 +40,8 @@ SLOW_BATCH_S = 0.02  # after a batch that took longer its matchers are looked at
 ALLOWANCE_S = 0.005
 BUDGET_S = 0.1
 MAX_ITEMS = 10_000  # parser items in one mask: the library's own 50,000 take up to 1.2 s in an ambiguous grammar
-_LIMIT = re.compile(r"Too many items|Current row has")  # the library's messages
+# The library's messages where the grammar is to blame: its limits, and nothing can follow.
+_OF_GRAMMAR = re.compile(r"Too many items|Current row has|NoExtensionBias")
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
 NOTHING_LEFT = "no answer satisfies it"
 
@@ -191,7 +192,7 @@ class LibraryMatcher:
     def _look_at_error(self, line: np.ndarray) -> None:
         if self._matcher.is_error():
             message = self._matcher.get_error()
-            code: ErrorCode = "INVALID_ARG" if _LIMIT.search(message) else "INTERNAL"
+            code: ErrorCode = "INVALID_ARG" if _OF_GRAMMAR.search(message) else "INTERNAL"
             self._fail(code, _sentence(message) or "its matcher stopped")
         if self.failure:
             line[:] = 0

@@ -314,6 +314,29 @@ def test_a_matcher_that_stops_fails_its_request_with_the_reason(make_bench, chec
     assert_baseline(bench)
 
 
+DEAD_ENDS = [  # each after "ab", or after more of it
+    (GrammarSpec("lark", 'start: "ab" D\nD: /x/ & /y/'), {"ab"}),
+    (GrammarSpec("lark", 'start: "ab" b | "abc" b\nb: /[^\\x00-\\u{10ffff}]/'), {"ab", "abc"}),
+]
+
+
+@pytest.mark.parametrize(("spec", "ends"), DEAD_ENDS, ids=["expression", "rule"])
+def test_a_grammar_that_cannot_go_on_after_a_prefix_fails_alone(make_bench, checkpoint, spec, ends):
+    """The library compiles it; only on the way is it seen that nothing may follow."""
+    bench = make_bench(rows=5)
+    bench.submit(*constrained("dead", checkpoint, 1, spec, reasoning=False))
+    neighbours = [constrained(f"r{i}", checkpoint, i, other) for i, other in enumerate(HOST)]
+    for submit, name in neighbours:
+        bench.submit(submit, name)
+    answer = drain(bench)["dead"]
+    end = answer.end
+    assert isinstance(end, Failed) and end.code == "INVALID_ARG"
+    assert end.message == "the grammar allows no further token: no answer satisfies it"
+    assert TextTokenizer(checkpoint / "tokenizer.json").decode(answer.ids) in ends
+    assert sum(assert_kept(bench, neighbours).values()) == len(HOST)
+    assert_baseline(bench)
+
+
 AMBIGUOUS = GrammarSpec("lark", "start: a+ d{2000}\na: b+\nb: c+\nc: d+\nd: /[ -}]/")
 
 
