@@ -1,9 +1,10 @@
 """A recording of ticks: what the host and the device did when, on one clock. No torch here: supervisors import it too.
 
-Host lanes are the phases of the tick; `wait` lies within `commit`. Device lanes come from events that are recorded
-between the pieces of a step and read when the step is committed, so a recording adds no wait to the tick but one: its
-start waits for the compute stream, to tie the two clocks. Price: some 10 us per tick while it is on, one comparison
-per phase while it is off. In a CUDA graph sampling is a part of the forward, and shows there.
+Host lanes are the phases of the tick; `wait` lies within `commit`, and `emit` comes before the launch of a prefill too.
+Device lanes come from events that are recorded between the pieces of a step and read when the step is committed, so a
+recording adds no wait to the tick but one: its start waits for the compute stream, to tie the two clocks. Price: some
+10 us per tick while it is on, one comparison per phase while it is off. In a CUDA graph sampling is a part of the
+forward, and shows there.
 """
 
 from __future__ import annotations
