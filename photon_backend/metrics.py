@@ -39,6 +39,9 @@ COUNTERS = {
     "host_seconds_total": ("host_ms", 1e-3, "Host time of these turns, without waiting for the device"),
     "device_busy_seconds_total": ("device_busy_ms", 1e-3, "Time of the device in steps"),
     "device_idle_seconds_total": ("device_idle_ms", 1e-3, "Time of the device between steps that followed each other"),
+    "constrained_device_total": ("constrained_device", 1, "Requests whose grammar ran as tables on the device"),
+    "constrained_host_total": ("constrained_host", 1, "Requests whose grammar ran in a host matcher"),
+    "constrained_fallback_total": ("constrained_fallback", 1, "Of those: tables too large, or no room for them"),
     "restarts_total": ("restarts", 1, "Restarts of the engine process"),
 }
 # field of `status`: description
