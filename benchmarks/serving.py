@@ -7,7 +7,8 @@ Every stream asks a question about one picture, whose prefix is cached after the
 come and asks again. The engine alone is the ceiling and is measured first: no Triton, no gRPC, no text. Then each
 number of front ends, with our asyncio clients in processes of their own. Time to first token is counted from the
 request at the client; `in engine` is what the engine had of it, from a Submit to the commit of the first token. Weights
-are random (checkpoints.py), so an answer has N tokens. The last line is JSON.
+are random (checkpoints.py), so an answer has N tokens. The last line is JSON. `--checkpoint` and `--threads` have no
+effect: weights are written here, and both engines take the threads that an engine takes.
 
 `--engine-python` is the interpreter of the engine process, when Triton's stubs cannot have its torch. On a machine
 with few cores clients, front ends and engine compete: only where each has a core of its own do the ratios mean much.
@@ -178,6 +179,7 @@ def main() -> None:
         write_checkpoint(Path(directory), shape, options.device, options.dtype)
         rows, positions = max(options.streams), 1024 if options.random_weights else 512  # of picture, prompt and answer
         settings = settings_of(options, rows, checkpoint=directory, pages=(rows + 1) * positions // 16)
+        print("ceiling: the engine alone")
         print("                streams   tokens/s   first ms  of engine       more  in engine")
         alone = engine_alone(options, settings, image)
         for front_ends in options.front_ends:
