@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.ceilings import tflop_per_crop
 from benchmarks.decode import load_any, parser_of
-from photon_backend.engine import fused
+from photon_backend.engine import fused, fused_vision
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.engine.prefill_graphs import PrefillGraphs
 from photon_backend.engine.runner import PrefillRow, Runner
@@ -110,8 +110,9 @@ class Counted:
         self.mode = Launches()
         runner._fused = fused.FusedText(model.text, cache)
         runner._prefill = runner._prefill_fused
-        for name in self.KERNELS:
-            setattr(fused, name, self._as_one(name, lambda *args, **kwargs: None))
+        runner._encode_crops = partial(fused_vision.encode_crops, model.vision)
+        for module, name in [(fused_vision, "add_norm"), *((fused, name) for name in self.KERNELS)]:
+            setattr(module, name, self._as_one(name, lambda *args, **kwargs: None))
         encoder, short = PictureEncoder(model.vision), PrefillGraphs(runner._fused, runner.rows.page_table, 4)
         encoder.run = self._as_one("replay", encoder.run)  # type: ignore[method-assign]
         short.run = self._as_one("replay", short.run)  # type: ignore[method-assign]
@@ -173,9 +174,7 @@ def measure_encoding(options: argparse.Namespace) -> list[dict[str, object]]:
     vision, on_gpu = load_any(options).vision, options.device != "cpu"
     side, channels = vision.config.crop_size, vision.config.in_channels
     encoder = PictureEncoder(vision)
-    if on_gpu and not options.no_kernels:
-        from photon_backend.engine import fused_vision  # needs Triton's kernel language
-
+    if fused_vision.supports(vision) and not options.no_kernels:
         encoder = PictureEncoder(vision, partial(fused_vision.encode_crops, vision))
     tflop = tflop_per_crop(vision.config)
     print(f"ceiling: {tflop:.3g} TFLOP a crop, {1e3 * tflop / TFLOPS:.3g} ms of one H200 at {TFLOPS:.0f} TFLOP/s")
