@@ -164,7 +164,7 @@ class Engine:
         plan = self.scheduler.plan(self.pipeline.next_index)
         busy = plan is not None or bool(self.pipeline)  # a commit may free what the next plan waits for
         if plan is not None:
-            if plan.kind == "prefill":  # whose launch takes 1 to 13 ms, for which no client is to wait
+            if plan.kind == "prefill":  # whose launch takes milliseconds, for which no client is to wait
                 self._flush()
                 now = self._mark("emit", now)
             self._launch(plan)

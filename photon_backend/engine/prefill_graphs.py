@@ -19,9 +19,9 @@ The memory pool is the graphs' own. It could be that of the decode graphs, for t
 130 MB at Moondream 2's shape, what the layers of 2,048 tokens need at once by the sizes of its tensors, in which the
 smaller buckets find room.
 
-Price: that memory and some 63 MB that the graphs leave their results in; eleven captures, of some 120 kernels each, run
-once before; up to twice the tokens, above 256 half as many more, and, in attention, a program a head for each block
-that the bucket could need.
+Price: that memory, and some 63 MB for inputs and for what the graphs leave their results in; eleven captures, of some
+120 kernels each, run once before; up to twice the tokens, above 256 half as many more, and, in attention, a program a
+head for each block that the bucket could need.
 """
 
 from __future__ import annotations
