@@ -29,7 +29,7 @@ _ONE = ("additionalItems", "additionalProperties", "items")
 _MANY = ("allOf", "anyOf", "oneOf", "prefixItems")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _PLAIN_WORDS = """
-    $anchor $comment $id $ref $schema const contentEncoding contentMediaType default deprecated description
+    $anchor $comment $id $ref $schema const default deprecated description
     discriminator enum examples exclusiveMaximum exclusiveMinimum format id maxItems maxLength maxProperties maximum
     minItems minLength minProperties minimum multipleOf pattern readOnly required title type writeOnly
 """

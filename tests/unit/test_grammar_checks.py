@@ -45,6 +45,7 @@ REFUSED = [
     (schema({"$defs": {"a": {"if": {}}}}), "'if'"),
     (schema({"type": "string", "nullable": True}), "'nullable'"),
     (schema({"type": "string", "x-guidance": {"lenient": True}}), "'x-guidance'"),
+    (schema({"type": "string", "contentEncoding": "base64"}), "'contentEncoding'"),
     (schema({"type": "strin"}), "strin"),
     (schema({"type": "string", "format": "foo"}), "foo"),
     (schema({"type": "string", "pattern": "(?=a)b"}), "look-around"),
