@@ -16,6 +16,7 @@ from itertools import product
 
 import torch
 
+from photon_backend.engine.capture import captured
 from photon_backend.engine.runner import Runner
 from photon_backend.engine.slots import DecodeSlot
 
@@ -30,16 +31,6 @@ def buckets_for(rows: int) -> list[int]:
     while buckets[-1] < rows:
         buckets.append(2 * buckets[-1])
     return buckets
-
-
-def can_capture() -> bool:
-    """Not under torch's allocator `cudaMallocAsync`: what it allocates during a capture belongs to the graph and has no
-    address of its own yet, Triton's kernels refuse it, and torch ends the process as it gives up the capture.
-    """
-    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
-        return True
-    log.warning("no CUDA graphs under the allocator cudaMallocAsync: steps are launched kernel by kernel")
-    return False
 
 
 class DecodeGraphs:
@@ -82,11 +73,4 @@ class DecodeGraphs:
                 self._runner.sample(slot, batch, spatial, masked=False, automata=True)
 
         slot.load_rows([self._runner.scratch] * batch)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._stream):
-            step()  # compiles kernels and lets libraries allocate, which a capture must not
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            step()
-        self._graphs[slot, batch, spatial, samples] = graph
+        self._graphs[slot, batch, spatial, samples], _ = captured(step, self._stream, self._pool)

@@ -29,10 +29,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from photon_backend.engine.capture import captured
 from photon_backend.engine.fused import FusedText
 from photon_backend.kernels.prefill import most_blocks, pack, unpack
 
@@ -98,18 +100,10 @@ class PrefillGraphs:
 
         The scratch row alone takes part, so no other state changes.
         """
-        device = self._x.device
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        stream, pool = torch.cuda.Stream(self._x.device), torch.cuda.graph_pool_handle()
         begun = time.monotonic()
         for bucket in reversed(BUCKETS):
             self.load(bucket, self._x[:1], [(self._scratch, 0, 0, 1)])
-            torch.cuda.synchronize(device)
-            with torch.cuda.stream(stream):
-                self.run(bucket)  # compiles kernels and lets libraries allocate, which a capture must not
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                left = self.run(bucket)
-            self._graphs[bucket] = graph, left
+            self._graphs[bucket] = captured(partial(self.run, bucket), stream, pool)
             log.info("graph of a prefill of %d tokens captured after %.1f s", bucket, time.monotonic() - begun)
         torch.cuda.empty_cache()  # what was computed outside the pool, on a stream that nobody uses again

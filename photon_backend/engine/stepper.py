@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from photon_backend.config import Settings
-from photon_backend.engine.graphs import DecodeGraphs, buckets_for, can_capture
+from photon_backend.engine.capture import can_capture
+from photon_backend.engine.graphs import DecodeGraphs, buckets_for
 from photon_backend.engine.kv_cache import KVCache, page_bytes
 from photon_backend.engine.pipeline import NUM_SLOTS, Step
 from photon_backend.engine.runner import PrefillRow, Runner

@@ -30,12 +30,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import cycle
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from photon_backend.engine.capture import captured
 from photon_backend.model.vision import Vision
 
 log = logging.getLogger("photon.engine")
@@ -152,17 +154,9 @@ class PictureEncoder:
     @torch.inference_mode()
     def capture(self) -> None:
         """A graph of each number of crops that pictures have, the largest first: the others fit into its memory."""
-        device = self._crops.device
-        stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        stream, pool = torch.cuda.Stream(self._crops.device), torch.cuda.graph_pool_handle()
         begun = time.monotonic()
         for count in range(self.most, LEAST - 1, -1):
-            torch.cuda.synchronize(device)
-            with torch.cuda.stream(stream):
-                self.run(count)  # loads kernels and lets libraries allocate, which a capture must not
-            torch.cuda.synchronize(device)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, stream=stream):
-                self.run(count)
-            self._graphs[count] = graph
+            self._graphs[count], _ = captured(partial(self.run, count), stream, pool)
             log.info("graph of %d crops captured after %.1f s", count, time.monotonic() - begun)
         torch.cuda.empty_cache()  # what was computed outside the pool, on a stream that nobody uses again

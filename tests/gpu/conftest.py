@@ -11,7 +11,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from tiny_checkpoint import write_checkpoint
 
-from photon_backend.engine.graphs import can_capture
+from photon_backend.engine.capture import can_capture
 
 
 @pytest.fixture(scope="session")

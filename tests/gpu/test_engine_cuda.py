@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import Bench, request
 
-from photon_backend.engine.graphs import can_capture
+from photon_backend.engine.capture import can_capture
 from photon_backend.engine.streams import make_streams
 
 NUMBER = 24

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from test_prefill_kernel import distance, row_of
 from tiny_checkpoint import CONFIG, PICTURES
 
-from photon_backend.engine.graphs import can_capture
+from photon_backend.engine.capture import can_capture
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.engine.prefill_graphs import BUCKETS, PrefillGraphs
 from photon_backend.engine.runner import PrefillRow, Runner

@@ -90,7 +90,7 @@ MAY_IMPORT = {
 OF_ENGINE_FOR_STUBS = {"exit_codes", "trace"}
 # These know rows, pages and slots, nothing of requests; the stepper is where the two meet.
 DEVICE = ["streams", "slots", "sampler", "runner", "rows", "kv_cache", "tables"]
-DEVICE += ["fused", "fused_region", "fused_vision", "graphs", "prefill_graphs", "vision_graphs"]
+DEVICE += ["capture", "fused", "fused_region", "fused_vision", "graphs", "prefill_graphs", "vision_graphs"]
 OF_REQUESTS = {
     f"engine.{name}"
     for name in ["scheduler", "pipeline", "sequence", "book", "intake", "constraints", "engine", "stepper"]
