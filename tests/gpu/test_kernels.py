@@ -63,6 +63,8 @@ def test_linear_split(rows, splits, late):
 def test_add_norm(splits, width):
     x, bias, weight, shift = normal(5, width), normal(width, seed=1), normal(width, seed=2), normal(width, seed=3)
     parts = None if splits is None else torch.randn(splits, 5, width).to(DEVICE)
+    if splits is None:
+        x *= 1e-3  # where what keeps a norm from dividing by zero counts
     expected_x = x.clone()
     expected = add_norm_reference(expected_x, parts, bias, weight, shift)
     normed = torch.full_like(x, float("nan"))
