@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import json
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
+
+from benchmarks import gap
+from benchmarks.decode import load_any, parser_of
+from photon_backend.engine.engine import Engine
 
 ABLATIONS = ["--no-overlap", "--no-graphs", "--no-prefix-cache"]
 
@@ -67,3 +74,19 @@ def test_tick() -> None:
     first, document = run("benchmarks.tick --rows 1,3 --tokens 16", *ABLATIONS)
     assert first.startswith("target") and not document["overlap"]
     assert [(r["rows"], r["target_us"]) for r in document["results"]] == [(1, 102), (3, 106)]
+
+
+def test_gap_leaves_no_engine_behind(monkeypatch) -> None:
+    """The garbage collector, kept out of the loop, would hold it and its pages for ever."""
+    options = argparse.Namespace(**vars(parser_of("").parse_args([])), streams=1, clients=1, requests=1)
+    engines, stop, thresholds = [], Engine.stop, gc.get_threshold()
+
+    def noting(engine: Engine) -> None:
+        engines.append(weakref.ref(engine))
+        stop(engine)
+
+    monkeypatch.setattr(Engine, "stop", noting)
+    result = gap.measure(options, load_any(options), 0.0)
+    gc.set_threshold(*thresholds)
+    assert result["pictures_per_s"] > 0
+    assert [engine() for engine in engines] == [None]
