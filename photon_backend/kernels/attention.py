@@ -4,6 +4,9 @@ Every (row, head) is cut into SPLITS stretches of its positions, so that one lon
 The program whose stretch holds the newest position also rotates the new key, writes key and value to their page and
 attends to them from registers: no program waits for another. The number of splits depends on the batch bucket only,
 never on the lengths, so the launch can live in a CUDA graph; a stretch that lies behind the row's end does nothing.
+
+At 64 rows of Moondream 2's shape with 800 positions a layer takes 103 us on an H200, 4.06 TB/s. The gathering of pages
+in torch (`engine.kv_cache.PagedDecode`) was not timed alone; see norm.py for a whole step.
 """
 
 from __future__ import annotations

@@ -6,6 +6,9 @@ side lies along the weights, and a layer with few outputs splits its K over seve
 
 A program that was launched early (early.py) begins with the part of K that is there already: in [proj | fc2] that is
 the MLP's hidden state, four fifths of the weights, read while attention still runs.
+
+[qkv ; fc1] of Moondream 2 on an H200: 16.5 us at one row where cuBLAS takes 17.1 without the tanh-GELU, 18.5 to 19.1 at
+64 rows where it takes 18.7.
 """
 
 from __future__ import annotations

@@ -12,6 +12,9 @@ the threshold took up to 31.
 
 One program per row. A row of 51,200 does not fit in its registers (64 a thread at 1,024 threads), so weights and noisy
 logits go to a scratch buffer that stays in L2.
+
+At Moondream 2's vocabulary on an H200, flat logits, top-p 0.3: 44 us at one row and 70 at 64, where torch takes 279 and
+919; greedy 9 and 9, where torch takes 280 and 857.
 """
 
 from __future__ import annotations
