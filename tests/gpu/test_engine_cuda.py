@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bucket_edges import SETTINGS, FilledUp, told_at_edges
 from harness import Bench, request
 
 from photon_backend.engine.capture import can_capture
@@ -147,9 +148,9 @@ def test_nothing_in_a_tick_waits_for_the_device_unasked(checkpoint, on_cpu):
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 8, 9])
 def test_graphs_and_early_launch_change_nothing(checkpoint, number, monkeypatch):
-    """Around every bucket's edge, in bfloat16 through the kernels: the very tokens of the same code without them. One
-    picture a step: without graphs the crops of several are encoded at once, not in pieces, and round elsewhere. So may
-    short prefills that are not filled up: here they are."""
+    """So many requests, which come to 7 rows at once at most, in bfloat16 through the kernels: the very tokens of the
+    same code without them. One picture a step: without graphs the crops of several are encoded at once, not in pieces,
+    and round elsewhere. So may short prefills that are not filled up: here they are."""
     from photon_backend.engine.prefill_graphs import PrefillGraphs
 
     told, settings = [], {"dtype": "bfloat16", "debug": False, "rows": 9, "prefill_crops": 1}
@@ -163,6 +164,31 @@ def test_graphs_and_early_launch_change_nothing(checkpoint, number, monkeypatch)
                 bench.submit(*request(f"r{i}", checkpoint, i, max_tokens=24))
             told.append({key: answer.told for key, answer in bench.drain().items()})
     assert told[0] == told[1] == told[2] == told[3]
+
+
+EDGES = (8, 9, 16, 17, 32, 33, 63, 64)  # rows at once, which the mixed tasks above do not reach
+
+
+def test_every_bucket_equals_the_cpu_up_to_its_edges(checkpoint):
+    """In float64, where no batch rounds otherwise."""
+    told = []
+    for device in ("cpu", "cuda"):
+        with bench_on(checkpoint, device, rows=EDGES[-1], **SETTINGS) as bench:
+            told.append(told_at_edges(bench, checkpoint, EDGES))
+    assert told[0] == told[1]
+
+
+@pytest.mark.usefixtures("captures")
+def test_every_bucket_equals_eager_up_to_its_edges(checkpoint):
+    """In bfloat16 through the kernels: the same steps, captured and not."""
+    told = []
+    for captured in (True, False):
+        with bench_on(checkpoint, "cuda", dtype="bfloat16", rows=EDGES[-1], **SETTINGS) as bench:
+            stepper = bench.engine.stepper
+            if not captured:
+                stepper.graphs = FilledUp(stepper.runner, EDGES[-1])
+            told.append(told_at_edges(bench, checkpoint, EDGES))
+    assert told[0] == told[1]
 
 
 def test_kernels_agree_with_torch_over_a_whole_step(checkpoint):
