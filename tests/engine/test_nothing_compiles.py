@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 pytest.importorskip("triton", reason="Triton's kernel language is not installed")
 
-from photon_backend.engine import fused, graphs
+from photon_backend.engine import capture, fused, graphs
 from photon_backend.engine.graphs import DecodeGraphs, buckets_for
 from photon_backend.engine.kv_cache import KVCache
 from photon_backend.engine.runner import PrefillRow, Runner
@@ -73,10 +73,12 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> set[tuple]:
         monkeypatch.setattr(module, name, Noted(getattr(module, name), seen))
     monkeypatch.setattr(fused.FusedText, "supports", staticmethod(lambda text: True))
     device = SimpleNamespace(
-        graph_pool_handle=lambda: None, Stream=lambda device: None, stream=lambda stream: nullcontext(),
-        synchronize=lambda: None, CUDAGraph=object, graph=lambda *args, **named: nullcontext(),
+        graph_pool_handle=lambda: None, Stream=lambda device: SimpleNamespace(device=device), CUDAGraph=object,
+        stream=lambda stream: nullcontext(), synchronize=lambda device=None: None,
+        graph=lambda *args, **named: nullcontext(),
     )  # fmt: skip
-    monkeypatch.setattr(graphs, "torch", SimpleNamespace(cuda=device))
+    for module in (graphs, capture):
+        monkeypatch.setattr(module, "torch", SimpleNamespace(cuda=device))
     return seen
 
 
