@@ -41,7 +41,7 @@ ALLOWANCE_S = 0.005
 BUDGET_S = 0.1
 MAX_ITEMS = 10_000  # parser items in one mask: the library's own 50,000 take up to 1.2 s in an ambiguous grammar
 # The library's messages where the grammar is to blame: its limits, and nothing can follow.
-_OF_GRAMMAR = re.compile(r"Too many items|Current row has|NoExtensionBias")
+_OF_GRAMMAR = re.compile(r"Too many items|Current row has|too many expressions|fuel exhausted|NoExtensionBias")
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?|^failed to parse \"%json\": ")
 NOTHING_LEFT = "no answer satisfies it"
 
