@@ -47,3 +47,14 @@ def test_a_steady_step_is_one_replay_and_one_copy(make_bench, checkpoint, monkey
     stepper.compute.record().wait()
     assert all((slot.host_rows == SENTINEL).all() for slot in stepper.slots)
     bench.drain()
+
+
+def test_region_heads_run_for_rows_that_may_find_something_only(make_bench, checkpoint):
+    for task, runs in (("query", False), ("detect", True)):
+        bench, calls = make_bench(**SETTINGS), []
+        runner = bench.engine.stepper.runner
+        heads = runner._heads
+        runner._heads = lambda hidden, heads=heads, calls=calls: calls.append(len(hidden)) or heads(hidden)
+        bench.submit(*request("r", checkpoint, 0, task=task, reasoning=False, max_tokens=4, max_objects=1))
+        assert bench.drain()["r"].ids
+        assert bool(calls) == runs
