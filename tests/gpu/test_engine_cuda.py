@@ -45,6 +45,11 @@ def test_tokens_equal_those_of_the_cpu(checkpoint, on_cpu, overlap, debug):
     assert told_by(checkpoint, "cuda", overlap=overlap, debug=debug) == on_cpu
 
 
+def test_a_hit_equals_a_miss(checkpoint, on_cpu):
+    """Most of these requests find their prefix; here each computes it."""
+    assert told_by(checkpoint, "cuda", debug=False, prefix_cache=False) == on_cpu
+
+
 @pytest.mark.parametrize("lag", ["compute", "copy"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_late_stream_changes_nothing(checkpoint, on_cpu, lag, overlap):
