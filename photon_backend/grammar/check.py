@@ -177,7 +177,8 @@ class _SchemaWalk:
         self._patterns += [(keyword, str(schema[keyword])) for keyword in ("pattern", "format") if keyword in schema]
         self._joins |= not schema.keys().isdisjoint(_JOINED)
         multiple = schema.get("multipleOf")
-        if isinstance(multiple, int | float) and multiple is not True and 0 < multiple < math.inf:  # the library refuses others
+        # the library refuses others
+        if isinstance(multiple, int | float) and multiple is not True and 0 < multiple < math.inf:
             self._multiples.add(Decimal(str(multiple)).normalize())
         names = schema.get("patternProperties")
         self._patterns += [("patternProperties", name) for name in names] if isinstance(names, dict) else []
