@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 PR_SET_PDEATHSIG = 1
 M_MMAP_THRESHOLD = -3
 # Triton 2.51 takes twice the size of a body from the stack of an HTTP thread when the client calls it a form, as
@@ -30,6 +33,16 @@ def end_with_parent(signal_number: int, parent: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() != parent:
         sys.exit(f"the parent process {parent} is gone")
+
+
+@contextlib.contextmanager
+def signals_held() -> Iterator[None]:
+    """STOP_SIGNALS wait until the block is left, in this thread; a program started in it must take them again."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def end_group(group: int, timeout_s: float) -> list[int]:
@@ -86,6 +99,7 @@ def main() -> None:
     """
     parent, command = int(sys.argv[1]), sys.argv[2:]
     end_with_parent(signal.SIGTERM, parent)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # see signals_held
     raise_limits()
     os.execv(command[0], command)
 

@@ -33,7 +33,7 @@ from photon_backend.config import TINY_CHECKPOINT, idle_variables, read_settings
 from photon_backend.draining import ANSWER_S
 from photon_backend.layout import LaunchError, Layout
 from photon_backend.log import LEVELS
-from photon_backend.processes import end_group
+from photon_backend.processes import STOP_SIGNALS, end_group, signals_held
 
 FLUSH_S = 1.0  # for Triton to write the last answers to their connections; it does not tell when it has
 GONE_S = 10.0  # from SIGKILL until the last process is gone: a driver that frees a large GPU's memory takes seconds
@@ -192,15 +192,16 @@ def start_server(
         read_settings({**os.environ, **environment})
     except ValueError as error:
         raise LaunchError(f"{error}.") from error
-    private = Layout(front_ends, engines)
-    environment["PHOTON_RUN_DIR"] = str(private.run_dir)
     with contextlib.ExitStack() as stack:
-        stack.callback(private.remove)
-        secret = secrets.token_hex(16)
-        process = _start_triton(private, host, taken, log_level, environment, log, secret)
-        server = Server(private, process, host, taken, secret)
-        stack.callback(server.stop)
-        stack.callback(server.drain, drain_s, _hurry)
+        with signals_held():  # one that came between a directory or a process and the note of its end would leave it
+            private = Layout(front_ends, engines)
+            stack.callback(private.remove)
+            environment["PHOTON_RUN_DIR"] = str(private.run_dir)
+            secret = secrets.token_hex(16)
+            process = _start_triton(private, host, taken, log_level, environment, log, secret)
+            server = Server(private, process, host, taken, secret)
+            stack.callback(server.stop)
+            stack.callback(server.drain, drain_s, _hurry)
         if wait:
             server.wait_ready()
         yield server
@@ -345,7 +346,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _on_signals(handler: Callable[[int, FrameType | None], object]) -> None:
     """SIGHUP is that of a closed terminal, and stays ignored under nohup."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, handler)
 

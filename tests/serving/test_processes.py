@@ -81,6 +81,38 @@ def test_a_signal_leaves_nothing(launcher: subprocess.Popen[str], number: signal
     wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
 
 
+SIGNALLED = """
+import os, signal, sys
+from photon_backend import serve
+
+def signalled(owner, name):
+    do = getattr(owner, name)
+    def then(self, *arguments, **more):
+        do(self, *arguments, **more)
+        print(getattr(self, "pid", 0), flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+    setattr(owner, name, then)
+
+signalled(*{"directory": (serve.Layout, "_lay_backend"), "process": (serve.subprocess.Popen, "__init__")}[sys.argv[1]])
+sys.exit(serve.main(["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--front-ends=1"]))
+"""
+
+
+@pytest.mark.parametrize("when", ["directory", "process"])
+def test_a_signal_amid_the_start_leaves_nothing(tmp_path_factory: pytest.TempPathFactory, when: str) -> None:
+    place = tmp_path_factory.mktemp("t")
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, when],
+        env={**os.environ, "TMPDIR": str(place)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0 and "photon: stopping" in done.stderr, done.stderr
+    assert list(place.iterdir()) == []
+    assert not any(alive(int(pid)) for pid in done.stdout.split() if int(pid))
+
+
 def test_sigterm_drains(launcher: subprocess.Popen[str], pictures: list[bytes]) -> None:
     """What runs finishes, what comes is refused with a sentence, and then everything ends in order."""
     directory, processes = belongings(launcher)
