@@ -6,7 +6,8 @@
 For each number of crops that a picture can have: milliseconds from the first copy to the last kernel (CUDA events, so
 what the GPU waits for between launches counts; wall time on a CPU), and host milliseconds until the call returns, when
 the engine thread can do something else. Both include the copy of the pixels from ordinary memory, which the two ways
-do differently; merging and projection, eager in both, are left out. The ceiling is the arithmetic of the encoder at
+do differently; merging and projection, eager in both, are left out. Eager is torch's encoder, also where an engine
+without graphs has its own kernel for sums and norms (fused_vision.py). The ceiling is the arithmetic of the encoder at
 the rate that torch reaches on one H200. On a CPU there is only the eager half. The last line is JSON.
 
 `--launches` counts instead: torch operations that would launch something on a GPU, and our kernels, on a CPU in

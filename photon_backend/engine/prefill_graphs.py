@@ -1,9 +1,9 @@
 """CUDA graphs of the text model's layers in short prefills: one launch instead of five a layer.
 
 Such are the prefills of questions behind a cached picture and of questions without one. A host launches some 120
-kernels for them one by one, 9.3 ms in all where the GPU works 1.8 (12 tokens, Moondream 2's shape, one H200), and 5 or
-6 for 64 such questions together: that is their time to the first token. A step that encodes a picture does without: its
-launches do not count beside that, but what fills it up to a bucket would.
+kernels for them one by one, 9.3 ms in all where the GPU works 1.8 (12 tokens, Moondream 2's shape, one H200): that is
+their time to the first token. A step that encodes a picture does without: its launches do not count beside that, but
+what fills it up to a bucket would.
 
 There is a graph for each bucket of packed tokens. A step is filled up to its bucket with tokens of the scratch row at
 position 0, whose KV goes to the scratch page, and with blocks of no queries. So these tokens attend to nothing, nothing
