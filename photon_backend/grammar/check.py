@@ -14,6 +14,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from photon_backend.grammar.pattern import narrowed
 from photon_backend.protocol import GrammarSpec, PhotonError
 
 OPTION_OF_KIND = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark": "grammar"}
@@ -219,7 +220,26 @@ def _compact_schema(schema: Any) -> str:
     """The schema for the library, without white space between the tokens of its values."""
     if schema is True:
         schema = {}
-    return json.dumps({**schema, "x-guidance": {"whitespace_flexible": False}} if isinstance(schema, dict) else schema)
+    rules = {"x-guidance": {"whitespace_flexible": False}}
+    return json.dumps({**_narrowed_patterns(schema), **rules} if isinstance(schema, dict) else schema)
+
+
+def _narrowed_patterns(schema: Any) -> Any:
+    """See pattern.py."""
+    if isinstance(schema, list):
+        return [_narrowed_patterns(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    result = dict(schema)
+    for keyword, value in schema.items():
+        if keyword in _ONE or keyword in _MANY:
+            result[keyword] = _narrowed_patterns(value)
+        elif keyword in _NAMED and isinstance(value, dict):
+            rename = narrowed if keyword == "patternProperties" else str
+            result[keyword] = {rename(name): _narrowed_patterns(inner) for name, inner in value.items()}
+        elif keyword == "pattern" and isinstance(value, str):
+            result[keyword] = narrowed(value)
+    return result
 
 
 def _compact(lark: str) -> str:

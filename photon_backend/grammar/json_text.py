@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from photon_backend.grammar.pattern import given_up, gives_up
 from photon_backend.grammar.regular import (
     ANY,
     EMPTY,
@@ -110,7 +111,8 @@ def quoted(node: Node) -> Node:
 def _quoted_chars(node: Chars) -> Node:
     plain: list[tuple[int, int]] = []
     escaped: list[int] = []
-    for low, high in node.ranges:
+    ranges = given_up(node.ranges) if gives_up(node.ranges) else node.ranges
+    for low, high in ranges:
         escaped += range(low, min(high, 0x1F) + 1)
         start = max(low, 0x20)
         for code in (0x22, 0x5C, 0x7F, MAX_CODE_POINT + 1):

@@ -99,6 +99,16 @@ def parse_regex(text: str) -> Node:
         raise NotRegular("unfinished or too deep") from None
 
 
+def parse_class(text: str, begin: int) -> tuple[Chars, int]:
+    """The class in brackets that begins there, and where it ends. Raises NotRegular for what it does not know."""
+    parser = _Parser(text)
+    parser.at = begin + 1
+    try:
+        return parser.bracket(), parser.at
+    except IndexError:
+        raise NotRegular("unfinished") from None
+
+
 def parse_search(text: str) -> Node:
     """As `pattern` in a JSON schema: matches somewhere, unless anchored with a leading ^ or a trailing $."""
     begins, ends = text.startswith("^"), text.endswith("$") and not re.search(r"(^|[^\\])(\\\\)*\\\$$", text)

@@ -72,6 +72,8 @@ SPECS = [
     schema(type="string", minLength=2, maxLength=5),
     schema(type="string", pattern="^[a-z]+[0-9]$"),
     schema(type="string", pattern='a["\u00e9\n]'),
+    schema(type="string", pattern='^[^"]{1,3}[^\\\\0-9a]$'),
+    schema(type="string", pattern="^[^ -~]+x"),
     schema(enum=["a", 'b\n"', "\x7f\x01\u00e9/", 1, None, True]),
     schema(const=-5),
     schema(type="array", items={"type": "integer", "minimum": 0, "maximum": 9}, maxItems=3),

@@ -88,6 +88,40 @@ def test_whitespace_is_not_legal_between_the_tokens_of_json(grammars, letters) -
         assert not letters.accepts(constraint, text), text
 
 
+PATTERNS = [  # and whether quote, backslash and line feed match
+    ('^[^"]$', "\\\n"),
+    ("^[^\\\\]$", '"\n'),
+    ('^[^"\\\\\\n]$', ""),
+    ('^(?:[^",]|,,)$', "\\\n"),
+    ("^[\\x00-\\x20]$", "\n"),
+    ("^[^!-~]$", "\n"),
+    ('^(\\t|[^"\\t])$', "\\\n"),
+    ("^\\P{P}$", "\n"),
+    ("^[^\\p{P}[a-z]]$", "\n"),
+    ('^[^]"]$', "\\\n"),
+    ("^[^a]$", '"\\\n'),
+    ("^[\\s\\S]$", '"\\\n'),
+    ("^\\[?[#-z]$", "\\"),
+]
+
+
+@pytest.mark.parametrize(("pattern", "matching"), PATTERNS, ids=[pattern for pattern, _ in PATTERNS])
+def test_a_class_without_quote_or_backslash_takes_neither(grammars, letters, pattern, matching) -> None:
+    """The library alone accepts them where the class holds all control characters."""
+    value = {"type": "string", "pattern": pattern}
+    named = {"type": "object", "patternProperties": {pattern: {"type": "null"}}, "additionalProperties": False}
+    for kind, head, schema, tail in (
+        ("json_schema", "", value, ""),
+        ("json_schema", "[", {"type": "array", "items": {"anyOf": [value, {"type": "null"}]}}, "]"),
+        ("json_schema", "{", named, ":null}"),
+        ("lark", "x", value, ""),
+    ):
+        text = json.dumps(schema)
+        constraint = grammars.compile(GrammarSpec(kind, f'start: "x" %json {text}' if kind == "lark" else text))
+        accepted = {c for c in '"\\\n' if letters.accepts(constraint, head + json.dumps(c) + tail)}
+        assert accepted == set(matching), schema
+
+
 def test_an_illegal_token_ends_its_matcher_only(grammars, letters) -> None:
     constraint = grammars.compile(GrammarSpec("choice", '["red","blue"]'))
     first, second = constraint.make_matcher(), constraint.make_matcher()
