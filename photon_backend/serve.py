@@ -26,7 +26,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, TextIO
 
 from photon_backend import alive, draining, layout
 from photon_backend.config import TINY_CHECKPOINT, idle_variables, read_settings
@@ -119,7 +119,7 @@ class Server:
             return hurry.is_set() or self.problem() is not None
 
         if not draining.drain(self.layout.run_dir, timeout_s, given_up):
-            print("photon: not all requests could be finished; the rest is answered UNAVAILABLE.", file=sys.stderr)
+            _say("photon: not all requests could be finished; the rest is answered UNAVAILABLE.")
 
     def stop(self) -> None:
         """Has what is open answered, then kills; returns when tritonserver, its stubs and the engines are gone, and so
@@ -131,12 +131,10 @@ class Server:
         if self.process.poll() is None:
             with contextlib.suppress(OSError):  # a full disk takes no mark
                 for name in draining.answer_rest(self.layout.run_dir):
-                    print(
-                        f"photon: {name} does not respond; what is open there ends without an answer.", file=sys.stderr
-                    )
+                    _say(f"photon: {name} does not respond; what is open there ends without an answer.")
             time.sleep(FLUSH_S)
             for pid in end_group(self.pid, GONE_S):
-                print(f"photon: process {pid} does not end; it may still hold GPU memory.", file=sys.stderr)
+                _say(f"photon: process {pid} does not end; it may still hold GPU memory.")
             self.process.wait()
         end = time.monotonic() + LEFT_S
         while self.layout.owned_elsewhere() and time.monotonic() < end:
@@ -308,7 +306,7 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(sys.argv[1:] if arguments is None else arguments)
     for sentence in idle_variables():
-        print(f"photon: {sentence}", file=sys.stderr)
+        _say(f"photon: {sentence}")
     _on_signals(_leave)
     begun = time.monotonic()
     try:
@@ -325,22 +323,26 @@ def main(arguments: list[str] | None = None) -> int:
         ) as server:
             urls = f"HTTP {server.http_url}, gRPC {server.grpc_url}, metrics {server.metrics_url}"
             what = f"{Path(options.checkpoint).name} on {options.device}"
-            print(
-                f"Photon is ready after {time.monotonic() - begun:.1f} s ({what}): {urls}. Ctrl-C ends it.", flush=True
-            )
+            ready = f"Photon is ready after {time.monotonic() - begun:.1f} s ({what}): {urls}. Ctrl-C ends it."
+            _say(ready, sys.stdout)
             while (problem := server.problem()) is None:
                 time.sleep(0.2)
             raise LaunchError(problem)
     except (LaunchError, OSError) as error:  # OSError: a directory that is full or may not be written
-        print(f"photon: {error}", file=sys.stderr)
+        _say(f"photon: {error}")
         return 1
+
+
+def _say(text: str, stream: TextIO | None = None) -> None:
+    """A line for the operator, on stderr. One that cannot be written (disk full, a closed terminal) is lost."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stderr, flush=True)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
     """The first signal ends the `with` block above in order; while it does, a second one ends the draining."""
     _on_signals(lambda *_: _hurry.set())
-    with contextlib.suppress(OSError):  # of a terminal that was closed
-        print("photon: stopping, running requests finish first; a second signal ends them", file=sys.stderr, flush=True)
+    _say("photon: stopping, running requests finish first; a second signal ends them")
     sys.exit(0)
 
 

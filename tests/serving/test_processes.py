@@ -113,6 +113,40 @@ def test_a_signal_amid_the_start_leaves_nothing(tmp_path_factory: pytest.TempPat
     assert not any(alive(int(pid)) for pid in done.stdout.split() if int(pid))
 
 
+def test_an_operator_who_cannot_be_told_stops_nobody(
+    checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Disk full, or a terminal that was closed: ready all the same, and what is still open at the end is answered."""
+    place = tmp_path_factory.mktemp("t")
+    ports = dict(zip(PORTS, map(str, layout.free_ports("127.0.0.1", len(PORTS))), strict=True))
+    with open("/dev/full", "wb") as full:
+        launcher = subprocess.Popen(
+            [sys.executable, "-m", "photon_backend.serve", "--checkpoint", str(checkpoint), "--drain-seconds", "0.1"],
+            env={**os.environ, **ports, "TMPDIR": str(place)},
+            stdout=full,
+            stderr=full,
+        )
+    launcher.ports = ports  # type: ignore[attr-defined]
+    try:
+        server = at_ports(launcher)
+        wait_until(lambda: launcher.poll() is not None or answers(server), 120, "answers")
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(ask, server, "generate", {"text_input": "a?", "max_tokens": 700, "temperature": 0})
+            wait_until(lambda: doors.status(server)["running"] == 1, 60, "running")
+            launcher.send_signal(signal.SIGHUP)
+            assert "[UNAVAILABLE]" in str(asked.result(timeout=60))
+        assert launcher.wait(60) == 0 and list(place.iterdir()) == []
+    finally:
+        launcher.terminate()
+        launcher.wait(60)
+
+
+def answers(server: Any) -> bool:
+    with contextlib.suppress(ServerError, OSError):
+        return bool(doors.generate(server, text_input="a?", max_tokens=1).finish_reason)
+    return False
+
+
 def test_sigterm_drains(launcher: subprocess.Popen[str], pictures: list[bytes]) -> None:
     """What runs finishes, what comes is refused with a sentence, and then everything ends in order."""
     directory, processes = belongings(launcher)
