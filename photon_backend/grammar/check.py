@@ -41,6 +41,7 @@ _PLAIN_WORDS = """
 """
 _PLAIN = frozenset(_PLAIN_WORDS.split())
 _BRANCHES = frozenset(("$ref", "anyOf", "oneOf"))  # the library intersects each with what stands beside it
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
 _JOINED = frozenset(("$ref", "anyOf", "oneOf", "allOf"))
 _NO_ASSERTION_WORDS = """
     $anchor $comment $defs $id $schema default definitions deprecated description examples id readOnly title writeOnly
@@ -128,6 +129,7 @@ class _SchemaWalk:
         self._spec = spec
         self._patterns: list[tuple[str, str]] = []  # keyword and its text
         self._intersects = False
+        self._bounds: list[list[tuple[str, Any]]] = []  # of numbers, by schema: keyword and value
         self._multiples: set[Decimal] = set()  # of `multipleOf`
         self._joins = False
 
@@ -138,12 +140,24 @@ class _SchemaWalk:
 
     def check_work(self) -> None:
         self._check_patterns()
+        self._check_bounds()
         if _remainders(self._multiples, self._joins) > MAX_MULTIPLE:
             raise refuse(
                 self._spec,
                 f"'multipleOf' may be {MAX_MULTIPLE} at most, without its point and all in sum; with 'anyOf', 'oneOf', "
                 "'allOf' or '$ref' so may their least common multiple",
             )
+
+    def _check_bounds(self) -> None:
+        """The library lets an excluded whole number through where the other bound is less than 1 away."""
+        together = [[bound for bounds in self._bounds for bound in bounds]]
+        for bounds in together if self._intersects else self._bounds:
+            for keyword, value in bounds:
+                others = [other for name, other in bounds if name.lower()[-7:] != keyword.lower()[-7:]]
+                is_near = any(value - 1 < other < value + 1 and other != value for other in others)
+                if keyword.startswith("exclusive") and value % 1 == 0 and is_near:
+                    why = f"{keyword!r} needs its other bound at least 1 away, or not to be a whole number"
+                    raise refuse(self._spec, why)
 
     def _check_patterns(self) -> None:
         what = "of 'pattern', 'format' and the names of 'patternProperties'"
@@ -181,6 +195,9 @@ class _SchemaWalk:
         # the library refuses others
         if isinstance(multiple, int | float) and multiple is not True and 0 < multiple < math.inf:
             self._multiples.add(Decimal(str(multiple)).normalize())
+        if schema.get("type") != "integer":
+            bounds = ((keyword, schema.get(keyword)) for keyword in _BOUNDS)
+            self._bounds.append([(keyword, value) for keyword, value in bounds if type(value) in (int, float)])
         names = schema.get("patternProperties")
         self._patterns += [("patternProperties", name) for name in names] if isinstance(names, dict) else []
 
