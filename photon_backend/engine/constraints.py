@@ -31,7 +31,8 @@ COMPILING_THREADS = 2
 class Compiled:
     """A compiling thread's message to the engine. Without a matcher the automaton is to be placed.
 
-    `words`: its tables, ready to be uploaded, unless they were on the device already.
+    `words`: its tables, ready to be uploaded, unless they were on the device already. Nothing at all of a request that
+    had ended before a thread was free.
     """
 
     sequence: Sequence
@@ -92,6 +93,9 @@ class Constraints:
         self._pool.submit(self._compile, sequence, allow_automaton)
 
     def _compile(self, sequence: Sequence, allow_automaton: bool) -> None:
+        if sequence.finished:  # while it waited for a thread: who comes after it need not wait for its grammar too
+            self._deliver(Compiled(sequence))
+            return
         try:
             assert sequence.request.grammar is not None
             constraint = self._grammars.compile(sequence.request.grammar)

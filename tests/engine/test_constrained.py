@@ -22,6 +22,7 @@ from harness import CLIENT, Bench, request
 from jsonschema import Draft202012Validator
 from tokenizers import Tokenizer
 
+from photon_backend.engine.constraints import COMPILING_THREADS
 from photon_backend.engine.stepper import Stepper
 from photon_backend.grammar.matcher import LibraryMatcher
 from photon_backend.model.config import load_config
@@ -392,6 +393,32 @@ def test_a_request_may_end_while_its_grammar_compiles(make_bench, checkpoint, mo
     (compiled,) = held
     bench.engine._put(b"", compiled, None)
     drain(bench)
+    assert_baseline(bench)
+
+
+def test_the_grammar_of_a_request_that_has_ended_is_not_compiled(make_bench, checkpoint, monkeypatch):
+    """Else one client could hold up everybody's grammars for minutes, with requests that it has long cancelled."""
+    bench, go, compiled = make_bench(), threading.Event(), []
+    grammars = bench.engine.constraints._grammars
+    compile_ = grammars.compile
+
+    def slow(spec):
+        assert go.wait(60)
+        compiled.append(spec.text)
+        return compile_(spec)
+
+    monkeypatch.setattr(grammars, "compile", slow)
+    for i in range(8):
+        spec = GrammarSpec("choice", f'["a{i}","b"]')
+        bench.submit(*constrained(f"r{i}", checkpoint, i, spec, picture="none"))
+    bench.tick()
+    for i in range(1, 7):
+        bench.cancel(f"r{i}")
+    bench.tick()
+    go.set()
+    answers = drain(bench)
+    assert isinstance(answers["r0"].end, Done) and isinstance(answers["r7"].end, Done)
+    assert len(compiled) <= COMPILING_THREADS + 1 and {'["a0","b"]', '["a7","b"]'} <= set(compiled)
     assert_baseline(bench)
 
 
