@@ -52,24 +52,29 @@ class Layout:
         self.backends = self.directory / "backends"
         self.models = self.directory / "models"
         self.libraries = self.directory / "lib"
+        try:
+            self._check_place(engines)
+            self.run_dir.mkdir(mode=0o700)
+            self._lay_backend()
+            self._render_models(
+                {"photon": front_ends, "photon_unary": unary_front_ends(front_ends), "photon_engine": engines}
+            )
+        except (LaunchError, OSError):  # a full disk
+            self.remove()
+            raise
+
+    def _check_place(self, engines: int) -> None:
+        """Raises LaunchError when a server cannot run in a directory with such a path."""
+        place = tempfile.gettempdir()
         if re.search(r"[^\w@%+=:,./-]", str(self.directory)):  # Triton starts its stubs with `bash -c`, unquoted
-            shutil.rmtree(self.directory)
             raise LaunchError(
-                f"The path of the temporary directory, {tempfile.gettempdir()}, must have no blanks or "
-                "signs that mean something to a shell; set TMPDIR=/tmp."
+                f"The path of the temporary directory, {place}, must have no blanks or signs that mean something to a "
+                "shell; set TMPDIR=/tmp."
             )
         if os.statvfs(self.directory).f_flag & os.ST_NOEXEC:
-            shutil.rmtree(self.directory)
-            raise LaunchError(f"Nothing may be executed in {tempfile.gettempdir()}; set TMPDIR to another directory.")
-        longest = len(os.fsencode(self.run_dir / f"engine-{engines}.sock"))
-        if longest > SOCKET_PATH_MAX:
-            shutil.rmtree(self.directory)
-            raise LaunchError(f"The temporary directory {tempfile.gettempdir()} has too long a path; set TMPDIR=/tmp.")
-        self.run_dir.mkdir(mode=0o700)
-        self._lay_backend()
-        self._render_models(
-            {"photon": front_ends, "photon_unary": unary_front_ends(front_ends), "photon_engine": engines}
-        )
+            raise LaunchError(f"Nothing may be executed in {place}; set TMPDIR to another directory.")
+        if len(os.fsencode(self.run_dir / f"engine-{engines}.sock")) > SOCKET_PATH_MAX:
+            raise LaunchError(f"The temporary directory {place} has too long a path; set TMPDIR=/tmp.")
 
     def _lay_backend(self) -> None:
         """Back-end directory with the stub of this Python, and a directory with nothing but its libpython."""

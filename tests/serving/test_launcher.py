@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil
@@ -139,6 +140,20 @@ def test_temporary_paths_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(LaunchError, match="TMPDIR"):
         layout.Layout(1, 1)
     assert list(long.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_at_the_start_keeps_nothing(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    place = tmp_path_factory.mktemp("t")
+    monkeypatch.setattr(layout.tempfile, "tempdir", str(place))
+    monkeypatch.setattr(layout.shutil, "copy", full)
+    with pytest.raises(OSError, match="No space left"):
+        layout.Layout(1, 1)
+    assert list(place.iterdir()) == []
 
 
 def test_triton_gets_a_stub_of_its_own(server: Server) -> None:
