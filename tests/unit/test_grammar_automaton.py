@@ -15,6 +15,7 @@ from photon_backend.grammar.automaton import MAX_STATES, compile_automaton
 from photon_backend.grammar.compiler import Grammars
 from photon_backend.grammar.constraint import Matcher
 from photon_backend.grammar.dfa import Dfa, TooLarge, build_dfa, utf8_sequences
+from photon_backend.grammar.json_text import parse_schema
 from photon_backend.grammar.matcher import LibraryMatcher
 from photon_backend.grammar.regular import NotRegular, parse_regex, parse_search
 from photon_backend.protocol import GrammarSpec
@@ -247,6 +248,21 @@ def test_an_automaton_matches_as_python_does(pattern: str, text: str) -> None:
         return
     twin = pattern.replace(r"\u{e0}", "\u00e0").replace(r"\u{1f600}", "\U0001f600")
     assert matches(dfa, text) == bool(re.fullmatch(twin, text, re.ASCII)), (pattern, text)
+
+
+BOUNDS = st.none() | st.integers(-15, 15) | st.integers(-3000, 3000) | st.integers(-(10**15), 10**15)
+
+
+@fuzz
+@given(BOUNDS, BOUNDS, st.lists(st.integers(-4000, 4000), max_size=20))
+def test_a_range_holds_its_integers_and_no_other_text(low: int | None, high: int | None, others: list[int]) -> None:
+    if low is not None and high is not None and low > high:
+        low, high = high, low
+    bounds = {name: bound for name, bound in (("minimum", low), ("maximum", high)) if bound is not None}
+    dfa = build_dfa(parse_schema({"type": "integer", **bounds}), MAX_STATES)
+    for value in (*others, *(bound + step for bound in bounds.values() for step in (-10, -1, 0, 1, 10))):
+        assert matches(dfa, str(value)) == ((low is None or low <= value) and (high is None or value <= high)), value
+    assert not any(matches(dfa, text) for text in ("", "-", "01", "-01", "1a", "+1"))
 
 
 @pytest.mark.parametrize("pattern", ["ab", "^ab", "ab$", "^ab$", r"a\$", "^a|b", "a|b"])
