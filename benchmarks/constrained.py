@@ -10,8 +10,9 @@ The bundled model with its own vocabulary, or, with `--random-weights`, Moondrea
 
 Every row writes records of a scene, one after another, and may not end before N tokens: as a regular expression (tables
 on the device), as a JSON schema with records of the same form (host matcher), or without a grammar. Rows of `detect`
-find box after box, so that each step feeds a coordinate or a size and decodes the next; such rows never draw, which
-`greedy`, free rows at temperature 0, do not either. N is rounded up to whole boxes, for every kind. Prefill and
+find box after box, those of `point` point after point, so that each step feeds a coordinate or a size and decodes the
+next; such rows never draw, which `greedy`, free rows at temperature 0, do not either. N is rounded up to whole boxes
+and points, for every kind. Prefill and
 compiling are left out. Free rows are the ceiling: the table gives each kind's tokens/s as a ratio to the free rows of
 the same mode and batch. `depth` is the mean number of steps in flight when one is launched, itself included: 1 when
 blocking, 2 with a full pipeline. `deferred` is the share of steps that were sampled only after the commit before them,
@@ -55,8 +56,9 @@ DEVICE = GrammarSpec(
     "regex", r'(\{"color":"(red|green|blue|yellow)","count":(0|[1-9][0-9]?),"note":"[a-z A-Z.,]{0,24}"\},)+'
 )
 HOST = GrammarSpec("json_schema", json.dumps({"type": "array", "items": RECORD, "minItems": 64}))
-TOKENS_OF_BOX = 3  # x, y, size
-WARM_UP = 3 * TOKENS_OF_BOX  # tokens
+TOKENS_OF_BOX, TOKENS_OF_POINT = 3, 2  # x, y, size
+WHOLE = TOKENS_OF_BOX * TOKENS_OF_POINT  # tokens of some boxes, or of some points
+WARM_UP = 2 * WHOLE  # tokens
 Kind = Callable[[Submit], Submit]  # changes a free request
 
 
@@ -81,12 +83,17 @@ def detect(request: Submit) -> Submit:
     return msgspec.structs.replace(request, task="detect", max_objects=request.sampling.max_tokens // TOKENS_OF_BOX)
 
 
+def point(request: Submit) -> Submit:
+    return msgspec.structs.replace(request, task="point", max_objects=request.sampling.max_tokens // TOKENS_OF_POINT)
+
+
 KINDS: dict[str, list[Kind]] = {  # dealt out to the rows in turn
     "free": [free],
     "greedy": [greedy],
     "automaton": [automaton],
     "matcher": [matcher],
     "detect": [detect],
+    "point": [point],
     "free+automaton": [free, automaton],
     "free+matcher": [free, matcher],
     "free+detect": [free, detect],
@@ -180,7 +187,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--kinds", default=",".join(KINDS), help="of rows, `free` among them")
     options = parser.parse_args()
     options.batches = [int(batch) for batch in options.batch.split(",")]
-    options.tokens += -options.tokens % TOKENS_OF_BOX
+    options.tokens += -options.tokens % WHOLE
     return options
 
 

@@ -14,7 +14,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from photon_backend.grammar.pattern import narrowed
+from photon_backend.grammar.pattern import SPELLED, narrowed
 from photon_backend.protocol import GrammarSpec, PhotonError
 
 OPTION_OF_KIND = {"json_schema": "json_schema", "regex": "regex", "choice": "choice", "lark": "grammar"}
@@ -187,8 +187,11 @@ class _SchemaWalk:
                 raise refuse(self._spec, f"the keyword {keyword!r} is not supported")
 
     def _gather(self, schema: dict[str, Any]) -> None:
+        if schema.get("format") == "unknown":  # the one name of no format that the library takes, and ignores
+            raise refuse(self._spec, "'format' is unknown")
         asserted = schema.keys() - _NO_ASSERTION
         self._intersects |= "allOf" in schema or (len(asserted) > 1 and not asserted.isdisjoint(_BRANCHES))
+        first = len(self._patterns)
         self._patterns += [(keyword, str(schema[keyword])) for keyword in ("pattern", "format") if keyword in schema]
         self._joins |= not schema.keys().isdisjoint(_JOINED)
         multiple = schema.get("multipleOf")
@@ -200,6 +203,9 @@ class _SchemaWalk:
             self._bounds.append([(keyword, value) for keyword, value in bounds if type(value) in (int, float)])
         names = schema.get("patternProperties")
         self._patterns += [("patternProperties", name) for name in names] if isinstance(names, dict) else []
+        for keyword, pattern in self._patterns[first:]:
+            if keyword != "format" and SPELLED.search(pattern):
+                raise refuse(self._spec, f"{keyword!r} with the control character U+0001 is not supported")
 
 
 def _remainders(multiples: set[Decimal], join: bool) -> int:

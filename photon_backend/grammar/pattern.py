@@ -2,8 +2,8 @@
 
 Characters that hold every control character, but for the line feed perhaps, are taken by the library (1.9.1) to hold
 quote and backslash too: of '[^"]*' it accepts a quote. So a class that holds U+0001, but not both of these, gives it up
-here, for automata as for the library; and one that our parser does not know gives it up in any case. Price: U+0001.
-Left is a pattern that spells U+0001 by itself beside such a class, '[^"]|\\x01': the library merges the two.
+here, for automata as for the library; and one that our parser does not know gives it up in any case. A pattern that
+spells U+0001 is refused: beside such a class, '[^"]|\\x01', the library would merge the two. Price: U+0001.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import re
 
 from photon_backend.grammar.regular import NotRegular, Ranges, parse_class
 
+SPELLED = re.compile(r"\x01|\\(?:x01|u0001|[xuU]\{0*1\}|U0{7}1|cA|ca)")  # U+0001, however it is written
 _PIECE = re.compile(r"\\[pP](?:\{[^}]*\}|.)|\\.|\[", re.DOTALL)
 
 
