@@ -14,7 +14,7 @@ import msgspec
 
 from photon_backend.config import Settings, read_settings
 from photon_backend.frontend.options import Scalar, invalid, short_repr
-from photon_backend.frontend.session import FrontEnd, RawRequest, Response, Session
+from photon_backend.frontend.session import FrontEnd, RawRequest, Response, Session, check_grammar
 from photon_backend.protocol import TASKS, Done, Failed, FromEngine, NeedPicture, PhotonError, Picture, Tokens
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def answer(settings: Settings, raw: RawRequest) -> dict[str, Any]:
     PhotonError; OSError, ValueError or RuntimeError when the checkpoint or the device cannot be used.
     """
     session = FrontEnd(settings).open(raw, "run-1")  # before torch is loaded: a wrong request is refused quickly
+    if session.submit.grammar is not None:
+        check_grammar(session.submit.grammar)
     from photon_backend.engine.engine import Engine
 
     inbox: queue.SimpleQueue[list[FromEngine]] = queue.SimpleQueue()

@@ -4,9 +4,10 @@ Triton's Python back end breaks when two threads touch one request (corrupt tens
 asked for cancellation beside or after its last response (segmentation fault), and lets the client wait for ever when a
 request is dropped. Hence the rules kept here:
 
-- the stub's own thread only puts requests into a queue and wakes the owner; decoding threads hand their pictures over
-  in the same way; parsing, sending, receiving, cancelling and responding are the owner's;
-- a request is in `_open` from its acceptance to its last response and `is_cancelled` is asked of open ones only;
+- the stub's own thread only puts requests into a queue and wakes the owner; threads that decode a picture or look at a
+  grammar hand over in the same way; parsing, sending, receiving, cancelling and responding are the owner's;
+- a request is in `_unchecked` while a thread looks at its grammar, then in `_open` from its acceptance to its last
+  response; `is_cancelled` is asked of open ones only;
 - whatever happens, `_respond` sends exactly one response with the FINAL flag, and that removes it from `_open`;
 - a failure in one request ends that request, with one sentence for the client and the traceback for the log.
 """
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from photon_backend.alive import Sign
 from photon_backend.config import Settings, read_settings
 from photon_backend.draining import ENDING, marked
 from photon_backend.frontend.link import EnginePeer, Link
-from photon_backend.frontend.session import FrontEnd, Response, Session
+from photon_backend.frontend.session import FrontEnd, Response, Session, check_grammar
 from photon_backend.frontend.tensors import error_response, read_request, triton_response
 from photon_backend.log import set_up_logging
 from photon_backend.numbers import Account, Sender, Tally
@@ -40,6 +42,7 @@ from photon_backend.protocol import (
     Done,
     Failed,
     FromEngine,
+    GrammarSpec,
     NeedPicture,
     PhotonError,
     Picture,
@@ -71,6 +74,16 @@ class _Open:
         self.cancel_sent = False
 
 
+@dataclass(frozen=True)
+class _Unchecked:
+    """A request that only waits for its grammar to be looked at."""
+
+    sender: Any
+    session: Session
+    arrival: float
+    image_bytes: int
+
+
 class Handler:
     """One per stub process. `accept` and `close` are called by the stub's thread, the rest runs on the owner thread."""
 
@@ -82,8 +95,10 @@ class Handler:
         self._sign = Sign(self._settings.run_dir, name)
         self._inbox: deque[tuple[Any, Any, float]] = deque()  # requests, their senders, and when they came
         self._pictures: deque[tuple[str, Future[tuple[tuple[int, int], np.ndarray]]]] = deque()
+        self._checked: deque[tuple[str, Future[float]]] = deque()  # grammars that were looked at
+        self._unchecked: dict[str, _Unchecked] = {}
         self._open: dict[str, _Open] = {}
-        self._image_bytes = 0  # sum over the open requests
+        self._image_bytes = 0  # sum over the open requests and those before
         self._numbers = itertools.count()
         self._tally = Tally()
         self._next_report = 0.0
@@ -94,6 +109,7 @@ class Handler:
         self._parent = os.getppid()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._decoders = ThreadPoolExecutor(self._settings.decode_threads, thread_name_prefix="decode")
+        self._checkers = ThreadPoolExecutor(1, thread_name_prefix="check")  # no picture waits behind a large grammar
         self._connected = threading.Event()
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)
@@ -119,12 +135,13 @@ class Handler:
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
         self._owner.join(CLOSE_S)
-        if self._owner.is_alive() or self._open or self._inbox:
-            number = len(self._open) + len(self._inbox)
+        number = len(self._open) + len(self._unchecked) + len(self._inbox)
+        if self._owner.is_alive() or number:
             log.error("Triton removed this instance with %d open requests, which cannot be answered", number)
             os._exit(1)
         self._sign.withdraw()
-        self._decoders.shutdown(wait=False, cancel_futures=True)
+        for threads in (self._decoders, self._checkers):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _run(self) -> None:
         while not self._closing:
@@ -146,6 +163,8 @@ class Handler:
             os.eventfd_read(self._wake_fd)
         while self._inbox:
             self._start(*self._inbox.popleft())
+        while self._checked:
+            self._go_on(*self._checked.popleft())
         while self._pictures:
             self._send_picture(*self._pictures.popleft())
         for _, messages in self._link.receive():
@@ -168,16 +187,16 @@ class Handler:
         self._next_settling = now + CANCEL_POLL_MS / 1000
         if not marked(self._settings.run_dir):
             return
-        if self._open and marked(self._settings.run_dir, ENDING):
+        if marked(self._settings.run_dir, ENDING):
             self._fail_all(unavailable(STOPPING, 5))
-        if not self._open and not self._inbox:
+        if not self._open and not self._unchecked and not self._inbox:
             self._sign.set_open(False)
 
     def _send_report(self) -> None:
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + REPORT_S
-            self._reports.send(self._tally, len(self._open))
+            self._reports.send(self._tally, len(self._open) + len(self._unchecked))
 
     # requests in
 
@@ -190,9 +209,12 @@ class Handler:
             raw = read_request(request)
             size = len(raw.image or b"")
             self._admit_image(size)
-            session = self._front_end.open(raw, request_id)
-            peer = self._link.choose(session.submit.digest)
-            peer.send([session.submit])
+            accepted = _Unchecked(sender, self._front_end.open(raw, request_id), arrival, size)
+            grammar = accepted.session.submit.grammar
+            if grammar is None or self._front_end.is_good(grammar):
+                self._submit(request_id, accepted)
+            else:
+                self._check(request_id, accepted, grammar)
         except RecursionError:
             self._refuse(sender, PhotonError("INVALID_ARG", "The request's JSON is nested too deeply."))
             return
@@ -201,10 +223,39 @@ class Handler:
             return
         except Exception as error:
             self._refuse(sender, _as_photon_error(error, "a request could not be started"))
-            return
+
+    def _submit(self, request_id: str, accepted: _Unchecked) -> None:
+        session, size = accepted.session, accepted.image_bytes
+        peer = self._link.choose(session.submit.digest)
+        peer.send([session.submit])
         peer.load += 1
         self._image_bytes += size
-        self._open[request_id] = _Open(sender, session, peer, Account(self._tally, arrival), size)
+        self._open[request_id] = _Open(accepted.sender, session, peer, Account(self._tally, accepted.arrival), size)
+
+    def _check(self, request_id: str, accepted: _Unchecked, grammar: GrammarSpec) -> None:
+        """Has the grammar looked at beside this thread: all others would wait for a large one, for up to a second."""
+
+        def hand_over(future: Future[float]) -> None:
+            self._checked.append((request_id, future))
+            os.eventfd_write(self._wake_fd, 1)
+
+        self._unchecked[request_id] = accepted
+        self._image_bytes += accepted.image_bytes
+        self._checkers.submit(check_grammar, grammar).add_done_callback(hand_over)
+
+    def _go_on(self, request_id: str, future: Future[float]) -> None:
+        accepted = self._unchecked.pop(request_id, None)
+        if accepted is None:
+            return  # answered already
+        self._image_bytes -= accepted.image_bytes
+        grammar = accepted.session.submit.grammar
+        try:
+            accepted.session.preprocess_ms += future.result()
+            assert grammar is not None
+            self._front_end.good(grammar)
+            self._submit(request_id, accepted)
+        except Exception as error:
+            self._refuse(accepted.sender, _as_photon_error(error, "a grammar could not be looked at"))
 
     def _refuse(self, sender: Any, error: PhotonError) -> None:
         self._tally.end("refused", error.code)
@@ -217,8 +268,9 @@ class Handler:
     def _admit_request(self) -> None:
         if marked(self._settings.run_dir):
             raise unavailable(STOPPING, 5)
-        if len(self._open) >= self._settings.max_open_requests:
-            raise unavailable(f"this front end already has {len(self._open)} requests", 1)
+        number = len(self._open) + len(self._unchecked)
+        if number >= self._settings.max_open_requests:
+            raise unavailable(f"this front end already has {number} requests", 1)
 
     def _admit_image(self, image_bytes: int) -> None:
         limit = self._settings.waiting_pictures * self._settings.max_image_bytes
@@ -314,7 +366,11 @@ class Handler:
             request.peer.send([Cancel(request_id)])
 
     def _fail_all(self, error: PhotonError, lost: EnginePeer | None = None) -> None:
-        """Ends every open request, or those of an engine that is lost and needs no Cancel. Raises nothing."""
+        """Ends every request, or those of an engine that is lost and needs no Cancel. Raises nothing."""
+        while lost is None and self._unchecked:
+            _, accepted = self._unchecked.popitem()
+            self._image_bytes -= accepted.image_bytes
+            self._refuse(accepted.sender, error)
         for request_id, request in list(self._open.items()):
             if lost is None or request.peer is lost:
                 try:

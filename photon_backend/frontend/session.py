@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from photon_backend.grammar.matcher import validate
 from photon_backend.model.config import ModelConfig, TokenizerConfig, load_config
 from photon_backend.model.crops import make_crops
 from photon_backend.model.tokenizer import TextTokenizer
-from photon_backend.protocol import Done, Failed, FinishReason, PhotonError, Submit, Tokens, Usage
+from photon_backend.protocol import Done, Failed, FinishReason, GrammarSpec, PhotonError, Submit, Tokens, Usage
 
-__all__ = ["FrontEnd", "RawRequest", "Response", "Session"]
+GOOD_GRAMMARS = 256
+
+__all__ = ["FrontEnd", "RawRequest", "Response", "Session", "check_grammar"]
 
 
 class Response(msgspec.Struct, frozen=True, eq=False):
@@ -57,17 +59,18 @@ class FrontEnd:
         self.settings = settings
         self.config: ModelConfig = load_config(Path(settings.checkpoint))
         self.tokenizer = TextTokenizer(Path(settings.checkpoint) / "tokenizer.json")
-        self._validate = lru_cache(maxsize=256)(validate)  # a good grammar is looked at once
+        self._good: OrderedDict[GrammarSpec, None] = OrderedDict()  # grammars that need not be looked at again
         Image.init()  # loads the picture formats now and not within the first request: 0.1 s
 
     def open(self, raw: RawRequest, request_id: str) -> Session:
-        """Checks a request, its picture's header included. Raises PhotonError; then nothing needs to be undone."""
+        """Checks a request, its picture's header included, but not its grammar: see `check_grammar`.
+
+        Raises PhotonError; then nothing needs to be undone.
+        """
         start = time.perf_counter()
         request = parse_request(raw, default_seed=secrets.randbelow(2**63))
         image = read_image(request.image, self.settings) if request.image is not None else None
         prompt = build_prompt(request, self.config, self.tokenizer)
-        if request.grammar is not None:
-            self._validate(request.grammar)
         max_tokens = min(request.sampling.max_tokens, self.config.text.max_context)
         submit = Submit(
             request_id=request_id,
@@ -84,6 +87,25 @@ class FrontEnd:
             name=raw.name,
         )
         return Session(self, request, submit, image, preprocess_ms=(time.perf_counter() - start) * 1e3)
+
+    def is_good(self, grammar: GrammarSpec) -> bool:
+        """Whether it was found good before, and not forgotten since."""
+        if grammar in self._good:
+            self._good.move_to_end(grammar)
+        return grammar in self._good
+
+    def good(self, grammar: GrammarSpec) -> None:
+        """It was checked and need not be looked at again."""
+        self._good[grammar] = None
+        if len(self._good) > GOOD_GRAMMARS:
+            self._good.popitem(last=False)
+
+
+def check_grammar(grammar: GrammarSpec) -> float:
+    """Milliseconds that it took: up to a second for one of 64 KiB. In any thread. Raises PhotonError."""
+    start = time.perf_counter()
+    validate(grammar)
+    return (time.perf_counter() - start) * 1e3
 
 
 class Session:

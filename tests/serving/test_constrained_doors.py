@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +134,21 @@ def test_status_and_metrics_count_the_classes(server: Server, pictures: list[byt
         doors.grpc_stream(server, task="query", text_input="What?", image=pictures[0], **options)
     expected = [(said + more, shown + more) for (said, shown), more in zip(before, (1, 2, 1), strict=True)]
     wait_until(lambda: counted() == expected, 60, "status and metrics")
+
+
+def test_a_large_grammar_is_looked_at_beside_all_others(server: Server, pictures: list[bytes]) -> None:
+    """To check one takes half a second: a request that came after many of them does not wait for all."""
+    number, before = 8, doors.settled(server)["submitted"]
+
+    def ask(i: int) -> doors.Answer:
+        schema = json.dumps({"enum": [[i, str(n)] for n in range(3500)]}, separators=(",", ":"))
+        return doors.infer(server, image=pictures[0], json_schema=schema, max_tokens=1, **QUERY)
+
+    with ThreadPoolExecutor(number) as threads:
+        slow = [threads.submit(ask, i) for i in range(number)]
+        wait_until(lambda: doors.status(server)["submitted"] > before, 60, "the first one at the engine")
+        doors.infer(server, image=pictures[0], max_tokens=1, **QUERY)
+        submitted = doors.status(server)["submitted"] - before
+        assert all(future.result(timeout=120).finish_reason == "length" for future in slow)
+    assert submitted < number, "all of them were checked first"
+    assert doors.settled(server)["submitted"] - before == number + 1

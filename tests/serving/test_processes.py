@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import signal
@@ -174,6 +175,26 @@ def test_sigterm_drains(launcher: subprocess.Popen[str], pictures: list[bytes]) 
         assert all(future.result(timeout=DRAIN_S).finish_reason == "length" for future in others)  # type: ignore[union-attr]
     assert launcher.wait(60) == 0
     assert not directory.exists()
+    wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
+
+
+def test_sigterm_answers_who_waits_for_its_grammar(launcher: subprocess.Popen[str], pictures: list[bytes]) -> None:
+    """Each is looked at for half a second, one after the other, before the engine hears of it."""
+    _, processes = belongings(launcher)
+    server, number = at_ports(launcher), 6
+
+    def constrained(i: int) -> object:
+        schema = json.dumps({"enum": [[i, str(n)] for n in range(3500)]}, separators=(",", ":"))
+        return ask(server, "infer", {**GOOD, "image": pictures[0], "json_schema": schema, "max_tokens": 1})
+
+    with ThreadPoolExecutor(number) as threads:
+        asked = [threads.submit(constrained, i) for i in range(number)]
+        wait_until(lambda: doors.status(server)["submitted"] > 0, 60, "the first one at the engine")
+        launcher.send_signal(signal.SIGTERM)
+        for future in asked:
+            answer = future.result(timeout=2 * DRAIN_S)
+            assert getattr(answer, "finish_reason", "") == "length" or "[UNAVAILABLE]" in str(answer)
+    assert launcher.wait(60) == 0
     wait_until(lambda: not any(map(alive, processes)), 60, "all processes gone")
 
 
