@@ -126,6 +126,7 @@ def test_an_operator_who_cannot_be_told_stops_nobody(
             env={**os.environ, **ports, "TMPDIR": str(place)},
             stdout=full,
             stderr=full,
+            preexec_fn=hear_hang_up,
         )
     launcher.ports = ports  # type: ignore[attr-defined]
     try:
@@ -140,6 +141,11 @@ def test_an_operator_who_cannot_be_told_stops_nobody(
     finally:
         launcher.terminate()
         launcher.wait(60)
+
+
+def hear_hang_up() -> None:
+    """Tests under nohup inherit a SIGHUP that is ignored, and a launcher keeps to that."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def answers(server: Any) -> bool:
@@ -293,6 +299,7 @@ def launcher(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subp
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            preexec_fn=hear_hang_up,
         )
         try:
             line = process.stdout.readline()  # type: ignore[union-attr]
