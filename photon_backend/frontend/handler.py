@@ -75,8 +75,8 @@ class _Open:
 
 
 @dataclass(frozen=True)
-class _Unchecked:
-    """A request that only waits for its grammar to be looked at."""
+class _Accepted:
+    """A request that was read and is not at an engine yet. `arrival`: seconds, monotonic."""
 
     sender: Any
     session: Session
@@ -95,10 +95,10 @@ class Handler:
         self._sign = Sign(self._settings.run_dir, name)
         self._inbox: deque[tuple[Any, Any, float]] = deque()  # requests, their senders, and when they came
         self._pictures: deque[tuple[str, Future[tuple[tuple[int, int], np.ndarray]]]] = deque()
-        self._checked: deque[tuple[str, Future[float]]] = deque()  # grammars that were looked at
-        self._unchecked: dict[str, _Unchecked] = {}
+        self._checked: deque[tuple[str, GrammarSpec, Future[float]]] = deque()  # what was looked at
+        self._unchecked: dict[str, _Accepted] = {}
         self._open: dict[str, _Open] = {}
-        self._image_bytes = 0  # sum over the open requests and those before
+        self._image_bytes = 0  # of all requests that are held
         self._numbers = itertools.count()
         self._tally = Tally()
         self._next_report = 0.0
@@ -127,6 +127,11 @@ class Handler:
         self._inbox.extend((request, request.get_response_sender(), now) for request in requests)
         os.eventfd_write(self._wake_fd, 1)
 
+    @property
+    def _num_held(self) -> int:
+        """Requests that were read and have not had their last response."""
+        return len(self._open) + len(self._unchecked)
+
     def close(self) -> None:
         """Ends the owner thread. Triton unloads a model when all its requests are answered, so nothing is open, except
         when a reload takes away an instance: then Triton has stopped taking responses, a send waits for ever, and so
@@ -135,7 +140,7 @@ class Handler:
         self._closing = True
         os.eventfd_write(self._wake_fd, 1)
         self._owner.join(CLOSE_S)
-        number = len(self._open) + len(self._unchecked) + len(self._inbox)
+        number = self._num_held + len(self._inbox)
         if self._owner.is_alive() or number:
             log.error("Triton removed this instance with %d open requests, which cannot be answered", number)
             os._exit(1)
@@ -152,13 +157,13 @@ class Handler:
                 self._fail_all(PhotonError("INTERNAL", "The front end failed; its log says why."))
                 time.sleep(CANCEL_POLL_MS / 1000)  # a fault that stays must not take a whole core
         self._link.close()
-        self._reports.send(self._tally, len(self._open))
+        self._reports.send(self._tally, self._num_held)
         self._reports.close()
 
     def _turn(self) -> None:
         if os.getppid() != self._parent:  # Triton is gone, and a stub does not always notice that by itself
             os._exit(1)
-        events = self._poller.poll(CANCEL_POLL_MS if self._open else IDLE_MS)
+        events = self._poller.poll(CANCEL_POLL_MS if self._num_held else IDLE_MS)
         if any(source == self._wake_fd for source, _ in events):
             os.eventfd_read(self._wake_fd)
         while self._inbox:
@@ -189,14 +194,14 @@ class Handler:
             return
         if marked(self._settings.run_dir, ENDING):
             self._fail_all(unavailable(STOPPING, 5))
-        if not self._open and not self._unchecked and not self._inbox:
+        if not self._num_held and not self._inbox:
             self._sign.set_open(False)
 
     def _send_report(self) -> None:
         now = time.monotonic()
         if now >= self._next_report:
             self._next_report = now + REPORT_S
-            self._reports.send(self._tally, len(self._open) + len(self._unchecked))
+            self._reports.send(self._tally, self._num_held)
 
     # requests in
 
@@ -209,7 +214,7 @@ class Handler:
             raw = read_request(request)
             size = len(raw.image or b"")
             self._admit_image(size)
-            accepted = _Unchecked(sender, self._front_end.open(raw, request_id), arrival, size)
+            accepted = _Accepted(sender, self._front_end.open(raw, request_id), arrival, size)
             grammar = accepted.session.submit.grammar
             if grammar is None or self._front_end.is_good(grammar):
                 self._submit(request_id, accepted)
@@ -217,14 +222,12 @@ class Handler:
                 self._check(request_id, accepted, grammar)
         except RecursionError:
             self._refuse(sender, PhotonError("INVALID_ARG", "The request's JSON is nested too deeply."))
-            return
         except UnicodeDecodeError:
             self._refuse(sender, PhotonError("INVALID_ARG", "The request's id and parameters must be UTF-8."))
-            return
         except Exception as error:
             self._refuse(sender, _as_photon_error(error, "a request could not be started"))
 
-    def _submit(self, request_id: str, accepted: _Unchecked) -> None:
+    def _submit(self, request_id: str, accepted: _Accepted) -> None:
         session, size = accepted.session, accepted.image_bytes
         peer = self._link.choose(session.submit.digest)
         peer.send([session.submit])
@@ -232,26 +235,24 @@ class Handler:
         self._image_bytes += size
         self._open[request_id] = _Open(accepted.sender, session, peer, Account(self._tally, accepted.arrival), size)
 
-    def _check(self, request_id: str, accepted: _Unchecked, grammar: GrammarSpec) -> None:
+    def _check(self, request_id: str, accepted: _Accepted, grammar: GrammarSpec) -> None:
         """Has the grammar looked at beside this thread: all others would wait for a large one, for up to a second."""
 
         def hand_over(future: Future[float]) -> None:
-            self._checked.append((request_id, future))
+            self._checked.append((request_id, grammar, future))
             os.eventfd_write(self._wake_fd, 1)
 
         self._unchecked[request_id] = accepted
         self._image_bytes += accepted.image_bytes
         self._checkers.submit(check_grammar, grammar).add_done_callback(hand_over)
 
-    def _go_on(self, request_id: str, future: Future[float]) -> None:
+    def _go_on(self, request_id: str, grammar: GrammarSpec, future: Future[float]) -> None:
         accepted = self._unchecked.pop(request_id, None)
         if accepted is None:
             return  # answered already
         self._image_bytes -= accepted.image_bytes
-        grammar = accepted.session.submit.grammar
         try:
             accepted.session.preprocess_ms += future.result()
-            assert grammar is not None
             self._front_end.good(grammar)
             self._submit(request_id, accepted)
         except Exception as error:
@@ -268,9 +269,8 @@ class Handler:
     def _admit_request(self) -> None:
         if marked(self._settings.run_dir):
             raise unavailable(STOPPING, 5)
-        number = len(self._open) + len(self._unchecked)
-        if number >= self._settings.max_open_requests:
-            raise unavailable(f"this front end already has {number} requests", 1)
+        if self._num_held >= self._settings.max_open_requests:
+            raise unavailable(f"this front end already has {self._num_held} requests", 1)
 
     def _admit_image(self, image_bytes: int) -> None:
         limit = self._settings.waiting_pictures * self._settings.max_image_bytes

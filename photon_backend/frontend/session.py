@@ -31,7 +31,7 @@ from photon_backend.model.crops import make_crops
 from photon_backend.model.tokenizer import TextTokenizer
 from photon_backend.protocol import Done, Failed, FinishReason, GrammarSpec, PhotonError, Submit, Tokens, Usage
 
-GOOD_GRAMMARS = 256
+GOOD_GRAMMARS = 256  # remembered
 
 __all__ = ["FrontEnd", "RawRequest", "Response", "Session", "check_grammar"]
 

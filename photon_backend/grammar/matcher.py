@@ -47,8 +47,8 @@ NOTHING_LEFT = "no answer satisfies it"
 
 
 def validate(spec: GrammarSpec) -> None:
-    """Whether the grammar compiles, without a vocabulary. Milliseconds; a second for the
-    largest schemas, without the GIL.
+    """Whether the grammar compiles, without a vocabulary. Milliseconds, a second for the largest
+    schemas, in which the library leaves the interpreter to others.
 
     Raises PhotonError: INVALID_ARG naming the keyword, or UNAVAILABLE when the library is not installed.
     """
