@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
 import tempfile
 from collections.abc import Callable
@@ -37,6 +38,7 @@ import torch
 from benchmarks.checkpoints import made_up_tokenizer
 from benchmarks.constraint_parts import measure_parts
 from benchmarks.decode import Load, load_any, load_settings, parser_of
+from benchmarks.garbage import frozen
 from photon_backend.config import Settings
 from photon_backend.model.config import ModelConfig
 from photon_backend.model.moondream import Moondream
@@ -159,13 +161,13 @@ def measure_batch(options: argparse.Namespace, model: Moondream, batch: int) -> 
         overlap: ConstrainedLoad(settings_for(options, batch, bool(overlap)), model, options.context)
         for overlap in ((0,) if options.no_overlap else (0, 1))
     }
+    for kind, load in itertools.product(options.kinds, loads.values()):
+        load.measure_kind(kind, batch, WARM_UP)  # and what is compiled is compiled
     runs: dict[tuple[str, int], list[dict]] = {}
-    for turn in range(options.repeat + 1):
-        for kind in options.kinds:
-            for overlap, load in loads.items():
-                result = load.measure_kind(kind, batch, options.tokens if turn else WARM_UP)
-                if turn:  # the first one warms up and compiles
-                    runs.setdefault((kind, overlap), []).append(result)
+    with frozen():
+        for _, kind, overlap in itertools.product(range(options.repeat), options.kinds, loads):
+            result = loads[overlap].measure_kind(kind, batch, options.tokens)
+            runs.setdefault((kind, overlap), []).append(result)
     for load in loads.values():
         load.close()
     results = []

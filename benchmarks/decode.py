@@ -28,12 +28,13 @@ from typing import Any
 import torch
 
 from benchmarks.ceilings import bytes_per_s, decode_bytes
+from benchmarks.garbage import frozen
 from photon_backend.config import TINY_CHECKPOINT, Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.model.config import ModelConfig
 from photon_backend.model.moondream import Moondream
 from photon_backend.model.weights import load_model, random_model
-from photon_backend.protocol import FromEngine, Sampling, Submit, Tokens
+from photon_backend.protocol import FromEngine, Sampling, Submit, Tokens, unpacked
 
 
 class Load:
@@ -47,7 +48,7 @@ class Load:
         self.engine.stepper.runner.rows.forbid(self.engine.config.tokenizer.eos_id)
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
-        self.started.update(m.request_id for m in messages if isinstance(m, Tokens))
+        self.started.update(m.request_id for m in unpacked(messages) if isinstance(m, Tokens))
 
     def submit(self, batch: int, tokens: int) -> None:
         ids = self.engine.config.tokenizer
@@ -93,7 +94,8 @@ def measure_modes(
     loads = [Load(load_settings(options, batch, overlap), model, options.context) for overlap in modes]
     for load in loads:
         load.measure(batch, 8)  # warm-up
-    runs = [[load.measure(batch, options.tokens) for load in loads] for _ in range(options.repeat)]
+    with frozen():
+        runs = [[load.measure(batch, options.tokens) for load in loads] for _ in range(options.repeat)]
     for load in loads:
         load.close()
     by_mode = zip(*runs, strict=True)

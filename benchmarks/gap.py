@@ -23,12 +23,23 @@ import numpy as np
 import torch
 
 from benchmarks.decode import load_any, parser_of, settings_of
+from benchmarks.garbage import frozen
 from benchmarks.requests import CLIENT, PICTURE, PROMPT_WORDS, wait_for
 from photon_backend.engine.engine import Engine
-from photon_backend.engine.server import freeze_garbage
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
-from photon_backend.protocol import Cancel, Done, Failed, FromEngine, NeedPicture, Picture, Sampling, Submit, Tokens
+from photon_backend.protocol import (
+    Cancel,
+    Done,
+    Failed,
+    FromEngine,
+    NeedPicture,
+    Picture,
+    Sampling,
+    Submit,
+    Tokens,
+    unpacked,
+)
 
 STREAM_TOKENS = 1900  # or what the context leaves; a stream that ends is started again
 
@@ -54,7 +65,7 @@ class Mix:
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
         now = time.perf_counter()
-        for message in messages:
+        for message in unpacked(messages):
             if isinstance(message, NeedPicture):
                 self.engine.post(CLIENT, Picture(message.request_id, self.tiling), self.pixels)
             elif isinstance(message, Tokens) and message.request_id in self._last:
@@ -99,7 +110,6 @@ class Mix:
 
     def measure(self, streams: int, number: int, clients: int) -> dict[str, float]:
         self.engine.stepper.runner.rows.forbid(self.engine.config.tokenizer.eos_id)
-        freeze_garbage()
         self.engine.start()
         for _ in range(streams):
             self.stream()
@@ -123,8 +133,10 @@ class Mix:
 
 def measure(options: argparse.Namespace, model: Moondream, bound_ms: float) -> dict[str, float]:
     """Of one bound, with an engine that is gone afterwards: its pages are the next one's."""
-    result = Mix(options, model, bound_ms).measure(options.streams, options.requests, options.clients)
-    gc.unfreeze()
+    mix = Mix(options, model, bound_ms)
+    with frozen():
+        result = mix.measure(options.streams, options.requests, options.clients)
+    del mix
     gc.collect()
     return result
 

@@ -16,6 +16,7 @@ says how many requests found their prefix: a half, none with `--no-prefix-cache`
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import random
 import sys
@@ -28,6 +29,7 @@ import torch
 
 from benchmarks.ceilings import bytes_per_s, decode_bytes, flop_per_s, tflop_per_crop, tflop_per_token
 from benchmarks.decode import load_any, parser_of, settings_of
+from benchmarks.garbage import frozen
 from photon_backend.engine.engine import Engine
 from photon_backend.model.crops import make_crops
 from photon_backend.model.moondream import Moondream
@@ -148,8 +150,11 @@ def main() -> int:
     for clients, limit in limits.items():
         load = Workload(options, model, rows=clients)
         load.engine.start()
-        result = load.measure(options.requests, clients, options.rate)
+        with frozen():
+            result = load.measure(options.requests, clients, options.rate)
         load.engine.stop()
+        del load
+        gc.collect()  # its pages are the next one's
         results.append({"clients": clients, "rate": options.rate, "ceiling_requests_per_s": limit} | result)
         print(
             f"clients {clients:>3}  {result['requests_per_s']:>7.1f} requests/s  p50 {result['p50_ms']:>7.1f} ms  "

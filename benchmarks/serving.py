@@ -32,13 +32,14 @@ import torch
 
 from benchmarks.checkpoints import write_checkpoint
 from benchmarks.decode import parser_of, settings_of
+from benchmarks.garbage import frozen
 from benchmarks.load import Generator, Target, measure
 from benchmarks.requests import wait_for
 from benchmarks.traffic import Ask, make_pictures
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.frontend.session import FrontEnd, RawRequest
-from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens
+from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens, unpacked
 from photon_backend.serve import start_server
 
 QUESTION = "What is in the picture?"
@@ -83,7 +84,7 @@ class EngineAlone:
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
         now = time.perf_counter()
-        for message in messages:
+        for message in unpacked(messages):
             if isinstance(message, Tokens):
                 self._tokens += len(message.ids)
                 self._first.setdefault(message.request_id, now)
@@ -108,9 +109,10 @@ def engine_alone(options: argparse.Namespace, settings: Settings, image: bytes) 
     alone = EngineAlone(settings, image, options.tokens)
     alone.run(1, 0)  # warm-up, and the picture is cached
     results = {}
-    for streams in options.streams:
-        results[streams] = alone.run(streams, options.seconds)
-        print(line("engine alone", streams, results[streams]), flush=True)
+    with frozen():
+        for streams in options.streams:
+            results[streams] = alone.run(streams, options.seconds)
+            print(line("engine alone", streams, results[streams]), flush=True)
     alone.engine.stop()
     del alone
     gc.collect()

@@ -1,6 +1,7 @@
 """Host work of a tick, without a device: what the engine thread does while a step runs.
 
-    python -m benchmarks.tick [--rows 1,16,64,256] [--tokens N] [--gc frozen|thawed|off] [--no-overlap]
+    python -m benchmarks.tick [--rows 1,16,64,256] [--clients N] [--tokens N] [--gc frozen|thawed|off]
+                             [--no-overlap]
 
 The streams do nothing and are always done, so what remains is the tick itself: intake, plan, launch, commit, emit.
 Times are those of the processor for this thread: it never waits, and what else the machine does is left out.
@@ -19,15 +20,16 @@ import gc
 import json
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from benchmarks.decode import add_ablations
+from benchmarks.garbage import frozen
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
-from photon_backend.engine.server import freeze_garbage
-from photon_backend.protocol import FromEngine, Sampling, Submit
+from photon_backend.protocol import Sampling, Submit
 
 
 class DoneEvent:
@@ -72,40 +74,30 @@ class Collections:
         gc.callbacks.remove(self)
 
 
-def measure(rows: int, tokens: int, mode: str, overlap: bool = True) -> dict[str, float]:
-    """Microseconds per tick, median and 99th percentile, with `rows` rows decoding."""
-    emitted = 0
-
-    def emit(client: bytes, messages: list[FromEngine]) -> None:
-        nonlocal emitted
-        emitted += len(messages)
-
+def measure(rows: int, clients: int, tokens: int, mode: str, overlap: bool = True) -> dict[str, float]:
+    """Microseconds per tick, median and 99th percentile, with `rows` rows decoding, dealt out to `clients`."""
     settings = Settings(rows=rows, max_waiting=rows, threads=1, prefill_tokens=1 << 20, overlap=overlap)
-    engine = Engine(settings, emit)
+    engine = Engine(settings, lambda client, messages: None)
     engine.stepper.close()
     engine.stepper.compute = engine.stepper.copy = NoStream()
     for slot in engine.stepper.slots:
-        slot.host_ids.fill_(40)
+        slot.host_ids.fill(40)
     for i in range(rows):
-        engine.post(b"tick", Submit(f"r{i}", "query", [40] * 8, sampling=Sampling(max_tokens=tokens, seed=i)))
+        engine.post(
+            b"%d" % (i % clients), Submit(f"r{i}", "query", [40] * 8, sampling=Sampling(max_tokens=tokens, seed=i))
+        )
     times = []
-    gc.collect()
-    thresholds = gc.get_threshold()
-    if mode == "frozen":
-        freeze_garbage()
-    elif mode == "off":
-        gc.disable()
-    collections = Collections()
-    with torch.inference_mode():
+    with frozen() if mode == "frozen" else nullcontext(), torch.inference_mode():
+        if mode == "off":
+            gc.disable()
+        collections = Collections()
         busy = True
         while busy:
             begun = time.thread_time()
             busy = engine.tick()
             times.append(time.thread_time() - begun)
-    collections.close()
-    gc.enable()
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
+        collections.close()
+        gc.enable()
     steady = sorted(times[tokens // 4 : -tokens // 4])
     return {
         "rows": rows,
@@ -122,6 +114,7 @@ def measure(rows: int, tokens: int, mode: str, overlap: bool = True) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", default="1,16,64,256")
+    parser.add_argument("--clients", type=int, default=8, help="front ends that the rows belong to")
     parser.add_argument("--tokens", type=int, default=400)
     parser.add_argument("--gc", choices=("frozen", "thawed", "off"), default="frozen")
     add_ablations(parser)
@@ -129,7 +122,7 @@ def main() -> None:
     results = []
     print("target: 100 us and 2 us a row")
     for rows in map(int, options.rows.split(",")):
-        result = measure(rows, options.tokens, options.gc, not options.no_overlap)
+        result = measure(rows, options.clients, options.tokens, options.gc, not options.no_overlap)
         results.append(result)
         print(
             f"rows {rows:>4}  target {result['target_us']:>5.0f} us  "

@@ -10,11 +10,12 @@ Order for one request:
     Submit (digest only)     ->
                              <-    NeedPicture            only when the prefix of that digest is not cached
     Picture + pixels         ->
-                             <-    Tokens ... Tokens
+                             <-    StepTokens ... StepTokens    each with the tokens of many requests
                              <-    Done | Failed          exactly one of them, once, whatever happens
     Cancel (any time)        ->                           a normal end: answered with Done(reason="cancelled")
 
-`request_id` is chosen by the front end and unique within that front end's connection. `name` is what the client calls
+`request_id` is chosen by the front end and unique within that front end's connection; printable ASCII, at most
+REQUEST_ID_BYTES. `name` is what the client calls
 the request; nothing makes it unique. `Stop` ends all requests of a name, whoever's they are, and has no answer of its
 own: a supervisor passes it on for a client that has lost, or shares, the stream of its request. `Record` comes from a
 supervisor too and is answered by one Recorded, or Failed at once while another recording runs.
@@ -22,16 +23,18 @@ supervisor too and is answered by one Recorded, or Failed at once while another 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Literal, get_args
 
 import msgspec
+import numpy as np
 
 Task = Literal["query", "caption", "detect", "point"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
 ErrorCode = Literal["INVALID_ARG", "UNAVAILABLE", "INTERNAL"]
 
 TASKS: tuple[Task, ...] = get_args(Task)
+REQUEST_ID_BYTES = 24
 MAX_TRACE_TICKS = 2000  # some 14 spans each: a few MiB
 MAX_TRACE_S = 60.0
 
@@ -115,8 +118,8 @@ class NeedPicture(msgspec.Struct, tag="need_picture"):
     request_id: str
 
 
-class Tokens(msgspec.Struct, tag="tokens"):
-    """New tokens of one request. The terminating eos is not among them.
+class Tokens(msgspec.Struct):
+    """New tokens of one request, taken out of StepTokens. The terminating eos is not among them.
 
     A coord id brings one value (0..1), a size id two (width, height, 0..1), an ordinary id none.
     """
@@ -124,6 +127,21 @@ class Tokens(msgspec.Struct, tag="tokens"):
     request_id: str
     ids: list[int]
     values: list[float] = []
+
+
+class StepTokens(msgspec.Struct, tag="tokens"):
+    """What a step brings to one client: the next token of each of n requests. Arrays, so that no object is made for a
+    token where they are sent; `unpacked` makes them where they are read."""
+
+    request_ids: bytes  # [n] of REQUEST_ID_BYTES each, filled up with zeros
+    ids: bytes  # int32 [n]
+    values: bytes = b""  # float32 [n, 2], NaN where an id brings none; empty when all do
+
+    def by_request(self) -> Iterator[Tokens]:
+        names = np.frombuffer(self.request_ids, f"S{REQUEST_ID_BYTES}").tolist()
+        pairs = np.frombuffer(self.values or bytes(0), np.float32).reshape(-1, 2).tolist() or [()] * len(names)
+        for name, token, pair in zip(names, np.frombuffer(self.ids, np.int32).tolist(), pairs, strict=True):
+            yield Tokens(name.decode(), [token], [value for value in pair if value == value])
 
 
 class Usage(msgspec.Struct):
@@ -209,7 +227,8 @@ class Beat(msgspec.Struct, tag="beat"):
 
 
 ToEngine = Submit | Picture | Cancel | Stop | Record | Hello
-FromEngine = NeedPicture | Tokens | Done | Failed | Recorded | Beat
+FromEngine = NeedPicture | StepTokens | Done | Failed | Recorded | Beat
+Event = NeedPicture | Tokens | Done | Failed | Recorded | Beat  # the same, one request each
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])
@@ -228,3 +247,12 @@ def decode_to_engine(frame: bytes) -> list[ToEngine]:
 def decode_from_engine(frame: bytes) -> list[FromEngine]:
     """Raises msgspec.MsgspecError when the frame is not a list of known messages."""
     return _from_engine.decode(frame)
+
+
+def unpacked(messages: Iterable[FromEngine]) -> Iterator[Event]:
+    """In order, with the tokens of each request on their own."""
+    for message in messages:
+        if isinstance(message, StepTokens):
+            yield from message.by_request()
+        else:
+            yield message

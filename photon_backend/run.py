@@ -15,7 +15,7 @@ import msgspec
 from photon_backend.config import Settings, read_settings
 from photon_backend.frontend.options import Scalar, invalid, short_repr
 from photon_backend.frontend.session import FrontEnd, RawRequest, Response, Session, check_grammar
-from photon_backend.protocol import TASKS, Done, Failed, FromEngine, NeedPicture, PhotonError, Picture, Tokens
+from photon_backend.protocol import TASKS, Done, Failed, FromEngine, NeedPicture, PhotonError, Picture, Tokens, unpacked
 
 if TYPE_CHECKING:
     from photon_backend.engine.engine import Engine
@@ -89,7 +89,7 @@ def _converse(session: Session, engine: Engine, inbox: queue.SimpleQueue[list[Fr
     responses: list[Response] = []
     engine.post(CLIENT, session.submit)
     while not session.finished:
-        for message in inbox.get():
+        for message in unpacked(inbox.get()):
             match message:
                 case NeedPicture():
                     tiling, pixels = session.picture()

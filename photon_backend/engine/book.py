@@ -20,6 +20,7 @@ import numpy as np
 
 from photon_backend.engine.constraints import Constraints
 from photon_backend.engine.intake import sequence_of
+from photon_backend.engine.ledger import ALWAYS, Ledger
 from photon_backend.engine.pipeline import Step
 from photon_backend.engine.scheduler import Plan, Scheduler
 from photon_backend.engine.sequence import Sequence
@@ -38,7 +39,6 @@ from photon_backend.protocol import (
     Stop,
     Submit,
     ToEngine,
-    Tokens,
     Usage,
     unavailable,
 )
@@ -57,11 +57,15 @@ class Book:
         matcher_for: MatcherFor,
         release: Callable[[Sequence], None],
         constraints: Constraints | None = None,
+        skips: bool = True,
     ) -> None:
         """`release(sequence)` gives back row and pages of a finished sequence that is in flight nowhere.
 
-        `constraints` compiles grammars; without it no request may have one.
+        `constraints` compiles grammars; without it no request may have one. `skips`: only those tokens are looked at on
+        their own on which something depends, see ledger.py; the answers are the same without.
         """
+        self._skips = skips
+        self._ledger = Ledger(scheduler.settings.rows, config.text.vocab_size, config.tokenizer)
         self._constraints = constraints
         self._config, self._max_waiting, self._scheduler = config, max_waiting, scheduler
         self._matcher_for, self._release = matcher_for, release
@@ -99,6 +103,7 @@ class Book:
         elif message is None:
             for sequence in [s for s in self._open.values() if s.client == client]:
                 self._end(sequence, "cancelled", now)
+            self._ledger.forget(client)
 
     def _submit(self, client: bytes, request: Submit, now: float) -> None:
         if (client, request.request_id) in self._open:
@@ -168,33 +173,50 @@ class Book:
             sequence = admission.sequence
             sequence.launch_time = now
             sequence.pixels = None
+            self._ledger.begin(sequence)
             self._brings_no_more(sequence)
 
-    def apply(self, step: Step, ids: list[int], values: list[list[float]], now: float) -> None:
-        """Commits the tokens of a step: ids [B], values [B][2], in the order of its sequences."""
-        for sequence, token, value in zip(step.sequences, ids, values, strict=True):
-            if not sequence.finished:
-                self._token(sequence, token, value, now)
+    def apply(self, step: Step, ids: np.ndarray, values: np.ndarray, now: float) -> None:
+        """Commits the tokens of a step: ids int64 [B], values float32 [B, 2], in the order of its sequences."""
+        rows = np.array([sequence.row for sequence in step.sequences])
+        looked_at = self._ledger.looked_at(rows, ids) if self._skips else np.ones(len(rows), bool)
+        ends: list[tuple[Sequence, FinishReason]] = []
+        if np.count_nonzero(looked_at):
+            emits = np.ones(len(rows), bool)
+            for i in looked_at.nonzero()[0].tolist():
+                sequence = step.sequences[i]
+                reason = None if sequence.finished else self._look(sequence, int(ids[i]), now)
+                emits[i] = not sequence.finished and reason != "stop"
+                if reason is not None:
+                    ends.append((sequence, reason))
+            rows, ids, values = rows[emits], ids[emits], values[emits]
+        self._counts.tokens += len(rows)
+        for client, message in self._ledger.emit(rows, ids, values):
+            self._send(client, message)
+        for sequence, reason in ends:
+            self._end(sequence, reason, now)
 
-    def _token(self, sequence: Sequence, token: int, value: list[float], now: float) -> None:
-        special = self._config.tokenizer
+    def _look(self, sequence: Sequence, token: int, now: float) -> FinishReason | None:
+        """What a token that is about to be emitted changes about its request. Returns the reason when it ends here:
+        `stop` is that of eos, which is not emitted."""
+        special, ledger, row = self._config.tokenizer, self._ledger, sequence.row
         if sequence.answering and token == special.eos_id:
-            self._end(sequence, "stop", now)
-            return
+            return "stop"
         if sequence.matcher is not None and sequence.answering:
             sequence.matcher.advance(token)
-        if sequence.emitted == 0:
+        emitted = self.emitted(sequence) + 1
+        if emitted == 1:
             sequence.first_token_time = now
-        sequence.emitted += 1
-        self._counts.tokens += 1
-        spatial = sequence.request.task in ("detect", "point") or not sequence.answering
-        carried = 1 if token == special.coord_id else 2 if token == special.size_id else 0
-        self._send(sequence.client, Tokens(sequence.request.request_id, [token], value[:carried] if spatial else []))
         if not sequence.answering and token == special.answer_id:
             sequence.answering = True
-            sequence.limit = min(sequence.limit, sequence.emitted + sequence.program.answer_limit)
-        if sequence.emitted == sequence.limit:
-            self._end(sequence, "length", now)
+            sequence.limit = min(sequence.limit, emitted + sequence.program.answer_limit)
+        ledger.carries[row] = sequence.request.task in ("detect", "point") or not sequence.answering
+        ledger.look_from[row] = ALWAYS if sequence.matcher is not None else sequence.limit - 1
+        return "length" if emitted == sequence.limit else None
+
+    def emitted(self, sequence: Sequence) -> int:
+        """Tokens committed and handed to the client."""
+        return int(self._ledger.emitted[sequence.row]) if sequence.row >= 0 else 0
 
     # ---- ends
 
@@ -231,15 +253,17 @@ class Book:
         self._counts.failed += reason == "failed"
         self._counts.cancelled += reason == "cancelled"
         self._counts.done += reason not in ("failed", "cancelled")
-        usage = _usage(sequence, now)
+        usage = _usage(sequence, self.emitted(sequence), now)
         self._send(sequence.client, failed or Done(sequence.request.request_id, reason, usage))  # type: ignore[arg-type]
         if sequence.row < 0:
             self._scheduler.withdraw(sequence)
             self._brings_no_more(sequence)
             if self._constraints is not None:
                 self._constraints.release(sequence)
-        elif sequence.inflight == 0:
-            self._release(sequence)
+        else:
+            self._ledger.look_from[sequence.row] = ALWAYS
+            if sequence.inflight == 0:
+                self._release(sequence)
 
     # ---- out
 
@@ -266,13 +290,13 @@ class Book:
         self._outbox.setdefault(client, []).append(message)
 
 
-def _usage(sequence: Sequence, now: float) -> Usage:
+def _usage(sequence: Sequence, emitted: int, now: float) -> Usage:
     launched = sequence.launch_time or now
     first = sequence.first_token_time
     return Usage(
         input_tokens=sequence.prompt_len,
         cached_tokens=sequence.cached_len,
-        output_tokens=sequence.emitted,
+        output_tokens=emitted,
         queue_ms=(launched - sequence.arrival) * 1e3,
         ttft_ms=(first - sequence.arrival) * 1e3 if first else 0.0,
         decode_ms=(now - first) * 1e3 if first else 0.0,

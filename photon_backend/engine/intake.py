@@ -9,7 +9,7 @@ from __future__ import annotations
 from photon_backend.engine.sequence import Sequence
 from photon_backend.grammar.spatial import program_of
 from photon_backend.model.config import ModelConfig
-from photon_backend.protocol import PhotonError, Submit
+from photon_backend.protocol import REQUEST_ID_BYTES, PhotonError, Submit
 
 
 def sequence_of(client: bytes, request: Submit, config: ModelConfig, now: float) -> Sequence:
@@ -40,7 +40,9 @@ def sequence_of(client: bytes, request: Submit, config: ModelConfig, now: float)
 
 def _check(request: Submit, config: ModelConfig) -> None:
     ids, sampling, special = request.prompt_ids, request.sampling, config.tokenizer
+    name = request.request_id
     wrong = [
+        ("request_id", not (0 < len(name) <= REQUEST_ID_BYTES and name.isascii() and name.isprintable())),
         ("prompt_ids", not ids or min(ids) < 0 or max(ids) >= config.text.vocab_size),
         ("coords", ids.count(special.coord_id) != len(request.coords)),
         ("sizes", ids.count(special.size_id) != len(request.sizes)),

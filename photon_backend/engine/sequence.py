@@ -45,7 +45,6 @@ class Sequence:
     planned: int = 0  # tokens launched
 
     # set by the engine at commit, cancel and failure
-    emitted: int = 0  # tokens committed and handed to the client
     answering: bool = True  # False while it reasons
     finished: FinishReason | str = ""  # the reason, or "failed"; empty while it runs
     launch_time: float = 0.0

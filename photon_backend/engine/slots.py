@@ -32,7 +32,7 @@ class DecodeSlot:
         self.mask = torch.zeros(rows, words, dtype=torch.int32, device=device)
         self.host_rows = torch.zeros(rows, dtype=torch.int64, pin_memory=pinned)
         self._host_results = torch.zeros(2, rows, dtype=torch.int64, pin_memory=pinned)
-        self.host_ids, self.host_values = _ids_and_values(self._host_results)
+        self.host_ids, self.host_values = (mirror.numpy() for mirror in _ids_and_values(self._host_results))
         self.host_mask = torch.zeros(rows, words, dtype=torch.int32, pin_memory=pinned)
 
     def load_rows(self, rows: list[int]) -> None:
@@ -45,7 +45,7 @@ class DecodeSlot:
 
     def poison(self) -> None:
         """Debug: a commit that reads before its copy has landed sees negative ids."""
-        self.host_ids.fill_(POISONED)
+        self.host_ids.fill(POISONED)
 
     def copy_out(self) -> None:
         """Copies results to the mirrors; runs on the copy stream."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -161,8 +162,9 @@ class Stepper:
                 self.compute.wait(block.ready)
                 block.ready = None
 
-    def read(self, step: Step) -> tuple[list[int], list[list[float]]]:
-        """Waits for the step's own copy, then reads ids [B] and values [B][2]. Raises what the step raised."""
+    def read(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Waits for the step's own copy. Returns ids int64 [B] and values float32 [B, 2] where they landed: the slot's,
+        so to be read before the step is retired. Raises what the step raised."""
         last, self._last_done = self._last_done, None  # time lost to a step that fails is no bubble
         step.copied.wait()
         self._account(step, last)
@@ -170,9 +172,9 @@ class Stepper:
             for lane, begun, ended in step.spans:
                 self.trace.device(lane, step.index, begun, ended)
         slot, number = self.slots[step.slot], len(step.sequences)
-        ids = slot.host_ids[:number].tolist()
-        assert not self.debug or min(ids) >= 0, "a mirror was read before its copy had landed"
-        return ids, slot.host_values[:number].tolist()
+        ids = slot.host_ids[:number]
+        assert not self.debug or ids.min() >= 0, "a mirror was read before its copy had landed"
+        return ids, slot.host_values[:number]
 
     def _account(self, step: Step, last: Event | None) -> None:
         """The bubble: what the device did nothing between two steps that followed each other. No call here waits."""

@@ -40,8 +40,8 @@ from photon_backend.processes import return_memory
 from photon_backend.protocol import (
     Cancel,
     Done,
+    Event,
     Failed,
-    FromEngine,
     GrammarSpec,
     NeedPicture,
     PhotonError,
@@ -291,7 +291,7 @@ class Handler:
 
     # messages of the engine
 
-    def _feed(self, messages: list[FromEngine]) -> None:
+    def _feed(self, messages: list[Event]) -> None:
         """Groups the events by request, so that a request that fell behind answers once for many tokens."""
         events: dict[str, list[Tokens | Done | Failed]] = {}
         for message in messages:

@@ -16,7 +16,17 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from photon_backend.config import Settings
-from photon_backend.protocol import Beat, FromEngine, Hello, Status, ToEngine, decode_from_engine, encode, unavailable
+from photon_backend.protocol import (
+    Beat,
+    Event,
+    Hello,
+    Status,
+    ToEngine,
+    decode_from_engine,
+    encode,
+    unavailable,
+    unpacked,
+)
 
 SILENCE_S = 4.0  # without a heartbeat an engine counts as dead; room for a machine with more to do than cores
 LOOK_S = 1.0  # a longer time between two looks is one in which this process did not run
@@ -67,9 +77,9 @@ class EnginePeer:
         else:
             self._socket.send_multipart([encode(messages), pixels], copy=False)
 
-    def receive(self) -> list[FromEngine]:
+    def receive(self) -> list[Event]:
         """All messages that have come, heartbeats taken out. Raises nothing: the engine is our own."""
-        received: list[FromEngine] = []
+        received: list[Event] = []
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # first: what came before the break is then here to read
             recv_monitor_message(self._monitor)
             self._broken = True
@@ -78,7 +88,7 @@ class EnginePeer:
                 frame = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
                 return received
-            for message in decode_from_engine(frame):
+            for message in unpacked(decode_from_engine(frame)):
                 if isinstance(message, Beat):
                     self._last_beat = time.monotonic()
                     self.status = message.status
@@ -118,7 +128,7 @@ class Link:
             peer.close()
         self._context.term()
 
-    def receive(self) -> Iterator[tuple[EnginePeer, list[FromEngine]]]:
+    def receive(self) -> Iterator[tuple[EnginePeer, list[Event]]]:
         """What has come, by engine. Drained whole, so that tokens that piled up leave in one response."""
         for peer in self.peers:
             messages = peer.receive()

@@ -21,7 +21,7 @@ from PIL import Image
 from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.frontend.session import FrontEnd, RawRequest
-from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens
+from photon_backend.protocol import Done, Failed, FromEngine, NeedPicture, Picture, Tokens, unpacked
 from photon_backend.tiny import queries
 from photon_backend.tiny.json_queries import INTEGER, ask_json
 from photon_backend.tiny.scenes import COLORS, Scene, make_scene
@@ -131,7 +131,7 @@ class Service:
         for session in sessions.values():
             self.engine.post(CLIENT, session.submit)
         while len(texts) < len(requests):
-            for message in self.inbox.get():
+            for message in unpacked(self.inbox.get()):
                 assert isinstance(message, NeedPicture | Tokens | Done | Failed)
                 session = sessions[message.request_id]
                 if isinstance(message, NeedPicture):

@@ -14,7 +14,18 @@ from photon_backend.config import Settings
 from photon_backend.engine.engine import Engine
 from photon_backend.model.config import load_config
 from photon_backend.model.crops import make_crops
-from photon_backend.protocol import Cancel, Done, Failed, FromEngine, NeedPicture, Picture, Sampling, Submit, Tokens
+from photon_backend.protocol import (
+    Cancel,
+    Done,
+    Failed,
+    FromEngine,
+    NeedPicture,
+    Picture,
+    Sampling,
+    Submit,
+    Tokens,
+    unpacked,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "model"))
 from tiny_checkpoint import PICTURES, picture
@@ -54,7 +65,7 @@ class Bench:
         self.ended = threading.Semaphore(0)  # once for each answer; for an engine that runs on its own thread
 
     def _emit(self, client: bytes, messages: list[FromEngine]) -> None:
-        for message in messages:
+        for message in unpacked(messages):
             answer = self.answers.setdefault(message.request_id, Answer())
             assert answer.end is None, "something came after the end"
             if isinstance(message, NeedPicture):

@@ -10,4 +10,4 @@ from benchmarks import tick
 @pytest.mark.parametrize(("mode", "collects"), [("thawed", True), ("frozen", False)])
 def test_ticks_of_many_rows(mode: str, collects: bool) -> None:
     """More objects than Python's own threshold are made in each; as Python has it, the test can tell."""
-    assert bool(tick.measure(256, 40, mode)["collections"]) == collects
+    assert bool(tick.measure(256, 8, 40, mode)["collections"]) == collects

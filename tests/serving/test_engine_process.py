@@ -30,8 +30,8 @@ from photon_backend.protocol import (
     Picture,
     Sampling,
     Status,
+    StepTokens,
     Submit,
-    Tokens,
     decode_from_engine,
     encode,
 )
@@ -113,7 +113,7 @@ def bystander(engine: subprocess.Popen[bytes], run_dir: Path) -> Iterator[Peer]:
     bystander = Peer(f"ipc://{run_dir}/engine-0.sock")
     wait_until(lambda: bystander.now().rows_in_use == 0, PATIENCE, "what was before has ended")
     bystander.send(Submit("mine", "query", [0, 1, 11, 2, 40, 3, 3], sampling=ENDLESS))
-    bystander.receive(Tokens)
+    bystander.receive(StepTokens)
     yield bystander
     bystander.send(Cancel("mine"))
     wait_until(lambda: bystander.now() and "mine" in bystander.ends, PATIENCE, "its request ends")
@@ -151,7 +151,7 @@ MALFORMED = {
 def test_malformed_message_costs_its_sender_only(peer: Peer, bystander: Peer, name: str) -> None:
     cancelled = bystander.now().cancelled
     peer.send(Submit("bad", "query", [0, 1, 11, 2, 41, 3, 3], sampling=ENDLESS))
-    peer.receive(Tokens)
+    peer.receive(StepTokens)
     peer.socket.send_multipart(MALFORMED[name])
     wait_until(lambda: bystander.now().cancelled == cancelled + 1, PATIENCE, "the sender's request is cancelled")
 
@@ -196,7 +196,7 @@ def test_client_that_is_gone_is_dropped(run_dir: Path, bystander: Peer) -> None:
     cancelled = bystander.now().cancelled
     gone = Peer(f"ipc://{run_dir}/engine-0.sock")
     gone.send(Submit("a", "query", [0, 1, 11, 2, 41, 3, 3], sampling=ENDLESS))
-    gone.receive(Tokens)
+    gone.receive(StepTokens)
     gone.socket.close(linger=0)
     wait_until(lambda: bystander.now().cancelled == cancelled + 1, PATIENCE, "its request is cancelled")
 

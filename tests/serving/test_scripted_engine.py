@@ -25,7 +25,9 @@ import os, signal, sys, time
 from pathlib import Path
 import zmq
 from photon_backend.processes import end_with_parent
-from photon_backend.protocol import Beat, Done, Hello, Status, Submit, Tokens, Usage, decode_to_engine, encode
+from photon_backend.protocol import (
+    REQUEST_ID_BYTES, Beat, Done, Hello, Status, StepTokens, Submit, Usage, decode_to_engine, encode
+)
 
 end_with_parent(signal.SIGKILL, int(sys.argv[-1]))
 place = Path({place!r})
@@ -36,13 +38,16 @@ clients, bursts, next_beat = set(), [], 0.0
 def say(client, *messages):
     socket.send_multipart([client, encode(list(messages))])
 
+def tokens(name, token):
+    return StepTokens(name.encode().ljust(REQUEST_ID_BYTES, b"\\0"), token.to_bytes(4, "little"))
+
 def answer(client, request):
     if request.sampling.max_tokens == {no_token}:
-        say(client, Tokens(request.request_id, [1 << 40]))
+        say(client, tokens(request.request_id, 1 << 30))
     elif request.sampling.max_tokens == {no_message}:
         socket.send_multipart([client, b"\\xc1"])
     else:
-        say(client, Tokens(request.request_id, [{word}]))
+        say(client, tokens(request.request_id, {word}))
         bursts.append((client, request.request_id))
 
 while True:
@@ -57,7 +62,7 @@ while True:
     while bursts and (place / "go").exists():
         client, name = bursts.pop()
         for _ in range({burst}):
-            say(client, Tokens(name, [{word}]))
+            say(client, tokens(name, {word}))
         say(client, Done(name, "stop", Usage()))
         (place / "sent").touch()
     if time.monotonic() > next_beat:

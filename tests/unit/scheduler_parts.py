@@ -10,8 +10,7 @@ def commit_oldest(pipeline: Pipeline, scheduler: Scheduler) -> None:
     """One token more for each of its sequences; those at their limit end and are released."""
     step = pipeline.commit_oldest()
     for sequence in step.sequences:
-        sequence.emitted += 1
-        if sequence.emitted == sequence.limit:
+        if sequence.planned - sequence.inflight + 1 == sequence.limit:
             sequence.finished = "length"
     for sequence in pipeline.retire(step):
         scheduler.release(sequence)

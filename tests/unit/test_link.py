@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -14,12 +15,14 @@ from photon_backend.config import Settings
 from photon_backend.frontend import link as link_module
 from photon_backend.frontend.link import EnginePeer, Link
 from photon_backend.protocol import (
+    REQUEST_ID_BYTES,
     Beat,
     Cancel,
     Done,
     Hello,
     PhotonError,
     Status,
+    StepTokens,
     Tokens,
     Usage,
     decode_to_engine,
@@ -47,6 +50,12 @@ class ScriptedEngine:
 
     def die(self) -> None:
         self.socket.close(linger=0)
+
+
+def step_tokens(**ids: int) -> StepTokens:
+    """A token of each request."""
+    names = b"".join(name.encode().ljust(REQUEST_ID_BYTES, b"\0") for name in ids)
+    return StepTokens(names, np.array(list(ids.values()), np.int32).tobytes())
 
 
 def turns(link: Link, engines: list[ScriptedEngine], until: Callable[[], object]) -> list[EnginePeer]:
@@ -156,7 +165,7 @@ def test_a_new_engine_never_hears_what_was_meant_for_the_old_one(
 
 
 def test_what_the_engine_said_before_its_end_is_heard(link: Link, engines: list[ScriptedEngine]) -> None:
-    engines[0].say(Tokens("a", [1, 2]), Done("a", "stop", Usage()))
+    engines[0].say(step_tokens(a=1), step_tokens(a=2), Done("a", "stop", Usage()))
     engines[0].socket.close(linger=1000)
     heard: list[object] = []
     end = time.monotonic() + 60
@@ -165,7 +174,7 @@ def test_what_the_engine_said_before_its_end_is_heard(link: Link, engines: list[
         for peer, messages in link.receive():
             assert peer is link.peers[0]
             heard += messages
-    assert heard == [Tokens("a", [1, 2]), Done("a", "stop", Usage())]
+    assert heard == [Tokens("a", [1]), Tokens("a", [2]), Done("a", "stop", Usage())]
 
 
 def test_silence_counts_as_death(link: Link, engines: list[ScriptedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +193,7 @@ def test_a_pause_of_ours_is_no_silence_of_theirs(link: Link, monkeypatch: pytest
 
 def test_messages_are_whole(link: Link, engines: list[ScriptedEngine]) -> None:
     """Heartbeats are taken out of a frame, everything else keeps its order."""
-    engines[2].say(Tokens("a", [1]), Beat(Status(running=7)), Tokens("b", [2]), Tokens("a", [3]))
+    engines[2].say(step_tokens(a=1), Beat(Status(running=7)), step_tokens(b=2, a=3))
     heard: list[object] = []
     end = time.monotonic() + 60
     while len(heard) < 3:

@@ -23,7 +23,7 @@ from photon_backend.engine.scheduler import Scheduler
 from photon_backend.engine.sequence import Sequence
 from photon_backend.grammar.spatial import State
 from photon_backend.model.config import ModelConfig, TextConfig, VisionConfig
-from photon_backend.protocol import Cancel, Done, Failed, NeedPicture, Picture, Sampling, Submit, Tokens
+from photon_backend.protocol import Cancel, Done, Failed, NeedPicture, Picture, Sampling, Submit, Tokens, unpacked
 
 CONFIG = ModelConfig(
     text=TextConfig(vocab_size=64, max_context=48),
@@ -31,6 +31,8 @@ CONFIG = ModelConfig(
 )
 SPECIAL = CONFIG.tokenizer
 WORD = 20
+CLIENTS = (b"c", b"\0d\0")  # an identity may begin and end with a zero
+VALUES = {SPECIAL.coord_id: [0.5], SPECIAL.size_id: [0.5, 0.25]}  # what comes with an id
 
 
 class Matcher:
@@ -44,17 +46,24 @@ class Matcher:
 
 
 class Loop(RuleBasedStateMachine):
-    @initialize(rows=st.integers(1, 4), pages=st.integers(10, 60), cached=st.booleans(), room=st.integers(1, 6))
-    def start(self, rows: int, pages: int, cached: bool, room: int) -> None:
+    @initialize(
+        rows=st.integers(1, 4),
+        pages=st.integers(10, 60),
+        cached=st.booleans(),
+        room=st.integers(1, 6),
+        skips=st.booleans(),
+    )
+    def start(self, rows: int, pages: int, cached: bool, room: int, skips: bool) -> None:
         config = Settings(rows=rows, page_size=4, prefix_cache=cached, prefill_tokens=40, prefill_crops=3)
         self.pool = PagePool(pages)
         self.cache = PrefixCache(self.pool)
         self.scheduler = Scheduler(config, self.pool, self.cache)
         self.pipeline = Pipeline()
         self.released: list[Sequence] = []
-        self.book = Book(CONFIG, room, self.scheduler, self.matcher_for, self.release)
+        self.book = Book(CONFIG, room, self.scheduler, self.matcher_for, self.release, skips=skips)
         self.matchers: dict[str, Matcher] = {}
         self.requests: dict[str, Submit] = {}
+        self.clients: dict[str, bytes] = {}
         self.answers: dict[str, list] = {}
         self.wanted: list[str] = []
         self.committed: list[int] = []
@@ -71,11 +80,12 @@ class Loop(RuleBasedStateMachine):
 
     def collect(self) -> None:
         for client, messages in self.book.drain():
-            assert client == b"c"
-            for message in messages:
+            for message in unpacked(messages):
+                assert client == self.clients[message.request_id]
                 if isinstance(message, NeedPicture):
                     self.wanted.append(message.request_id)
                 else:
+                    assert not isinstance(message, Tokens) or message.values == VALUES.get(message.ids[0], [])
                     self.answers[message.request_id].append(message)
 
     # ---- the world
@@ -88,8 +98,9 @@ class Loop(RuleBasedStateMachine):
         reasoning=st.booleans(),
         constrained=st.booleans(),
         patience=st.sampled_from([0.0, 0.0, 3000.0]),
+        client=st.sampled_from(CLIENTS),
     )
-    def submit(self, task, picture, words, tokens, reasoning, constrained, patience) -> None:
+    def submit(self, task, picture, words, tokens, reasoning, constrained, patience, client) -> None:
         name = f"r{len(self.requests)}"
         reasoning = reasoning and task == "query"
         if constrained and task == "query" and not reasoning:
@@ -104,25 +115,29 @@ class Loop(RuleBasedStateMachine):
             max_time_ms=patience,
             sampling=Sampling(max_tokens=tokens),
         )
-        self.requests[name], self.answers[name] = request, []
-        self.book.take(b"c", request, None, self.now)
+        self.requests[name], self.clients[name], self.answers[name] = request, client, []
+        self.book.take(client, request, None, self.now)
         self.collect()
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
     def bring_picture(self, data) -> None:
         name = self.wanted.pop(data.draw(st.integers(0, len(self.wanted) - 1)))
-        self.book.take(b"c", Picture(name, (1, 1)), np.zeros((2, 1)), self.now)
+        self.bring(name)
         self.collect()
+
+    def bring(self, name: str) -> None:
+        self.book.take(self.clients[name], Picture(name, (1, 1)), np.zeros((2, 1)), self.now)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), what=st.sampled_from(["cancel", "cancel", "gone", "late", "step_fails"]))
     def disturb(self, data, what: str) -> None:
         """One rule for all of these, or they would end every request before it has run."""
         if what == "cancel":
-            self.book.take(b"c", Cancel(data.draw(st.sampled_from(sorted(self.requests)))), None, self.now)
+            name = data.draw(st.sampled_from(sorted(self.requests)))
+            self.book.take(self.clients[name], Cancel(name), None, self.now)
         elif what == "gone":
-            self.book.take(b"c", None, None, self.now)
+            self.book.take(data.draw(st.sampled_from(CLIENTS)), None, None, self.now)
         elif what == "late":
             self.now += 4.0
             self.book.expire(self.now)
@@ -169,7 +184,7 @@ class Loop(RuleBasedStateMachine):
         for sequence in step.sequences:
             if sequence.matcher is not None and not sequence.finished:
                 # P4, and commit before finalize: a mask is asked for when every earlier token has been advanced
-                assert sequence.matcher.advanced == sequence.matcher.masks == sequence.emitted
+                assert sequence.matcher.advanced == sequence.matcher.masks == self.book.emitted(sequence)
                 sequence.matcher.masks += 1
         self.pipeline.sampled(step, None)
 
@@ -178,19 +193,22 @@ class Loop(RuleBasedStateMachine):
         self.committed.append(step.index)
         zombies = {s.request.request_id: len(self.answers[s.request.request_id]) for s in step.sequences if s.finished}
         ids = [self.draw(sequence, data) for sequence in step.sequences]
-        self.book.apply(step, ids, [[0.5, 0.25]] * len(ids), self.now)
+        self.apply(step, ids)
         self.retire(step)
         assert all(len(self.answers[name]) == number for name, number in zombies.items()), "a zombie was emitted"
 
+    def apply(self, step: Step, ids: list[int]) -> None:
+        self.book.apply(step, np.array(ids), np.full((len(ids), 2), (0.5, 0.25), np.float32), self.now)
+
     def draw(self, sequence: Sequence, data) -> int:
         """What a device could have sampled for this row."""
-        program = sequence.program
+        program, emitted = sequence.program, self.book.emitted(sequence)
         if program.start in (State.POINT_X, State.BOX_X):
             stride = 2 if program.start == State.POINT_X else 3
-            if sequence.emitted % stride == 0 and data.draw(st.integers(0, 7)) == 0:
+            if emitted % stride == 0 and data.draw(st.integers(0, 7)) == 0:
                 return SPECIAL.eos_id
-            return SPECIAL.size_id if sequence.emitted % stride == 2 else SPECIAL.coord_id
-        if not sequence.answering and sequence.emitted >= program.think_limit:
+            return SPECIAL.size_id if emitted % stride == 2 else SPECIAL.coord_id
+        if not sequence.answering and emitted >= program.think_limit:
             return SPECIAL.answer_id
         return data.draw(st.sampled_from([WORD] * 6 + [SPECIAL.eos_id, SPECIAL.answer_id]))
 
@@ -240,7 +258,7 @@ class Loop(RuleBasedStateMachine):
         for sequence in self.scheduler.running.values():
             assert sequence.planned <= sequence.limit
             if sequence.finished == "length":
-                assert sequence.inflight == 0 or sequence.planned == sequence.emitted
+                assert sequence.inflight == 0 or sequence.planned == self.book.emitted(sequence)
 
     def one_end_per_request(self) -> None:  # P7
         for messages in self.answers.values():
@@ -254,7 +272,7 @@ class Loop(RuleBasedStateMachine):
             return
         for _ in range(500):
             while self.wanted:
-                self.book.take(b"c", Picture(self.wanted.pop(), (1, 1)), np.zeros((2, 1)), self.now)
+                self.bring(self.wanted.pop())
             if not self.pipeline.full and not self.pipeline.unsampled():
                 self.launch()
             for step in self.pipeline.unsampled():
@@ -266,8 +284,9 @@ class Loop(RuleBasedStateMachine):
                 continue
             step = self.pipeline.commit_oldest()
             ids = [SPECIAL.eos_id if s.answering else SPECIAL.answer_id for s in step.sequences]
-            ids = [SPECIAL.coord_id if _forced(s) else token for s, token in zip(step.sequences, ids, strict=True)]
-            self.book.apply(step, ids, [[0.5, 0.25]] * len(ids), math.inf)
+            ids = [SPECIAL.coord_id if self.forced(s) else token for s, token in zip(step.sequences, ids, strict=True)]
+            self.now = math.inf
+            self.apply(step, ids)
             self.retire(step)
         assert not len(self.pipeline) and not self.scheduler.waiting and not self.scheduler.running
         assert self.book.num_open == self.book.num_bringers == 0
@@ -281,10 +300,10 @@ class Loop(RuleBasedStateMachine):
         self.cache.clear()
         assert self.pool.num_used == 0
 
-
-def _forced(sequence: Sequence) -> bool:
-    stride = {State.POINT_X: 2, State.BOX_X: 3}.get(sequence.program.start, 1)
-    return sequence.emitted % stride != 0
+    def forced(self, sequence: Sequence) -> bool:
+        """Whether an object is not complete, so that only a coordinate can follow."""
+        stride = {State.POINT_X: 2, State.BOX_X: 3}.get(sequence.program.start, 1)
+        return self.book.emitted(sequence) % stride != 0
 
 
 Loop.TestCase.settings = settings(

@@ -115,7 +115,7 @@ class Traffic:
             self.book.fail_step(step, 0.0)
         else:
             ids = [self.chance.choice([WORD] * 5 + [CONFIG.tokenizer.eos_id]) for _ in step.sequences]
-            self.book.apply(step, ids, [[0.0, 0.0]] * len(ids), 0.0)
+            self.book.apply(step, np.array(ids), np.zeros((len(ids), 2), np.float32), 0.0)
         for sequence in self.pipeline.retire(step):
             self.scheduler.release(sequence)
 
