@@ -71,18 +71,19 @@ def record(load: Load, batch: int) -> list[Span]:
 def draw(recordings: dict[str, list[Span]], path: Path) -> None:
     figure, axes = pyplot.subplots(len(recordings), 1, figsize=(12, 2.2 * len(recordings)), squeeze=False)
     windows = [_window(spans) for spans in recordings.values()]
-    width = max(end - begin for begin, end in windows)
+    width, drawn = max(end - begin for begin, end in windows), set()
     for axis, (title, spans), (begin, _) in zip(axes[:, 0], recordings.items(), windows, strict=True):
         for span in sorted(spans, key=lambda s: s.begin - s.end):  # a wait lies on top of its commit
             if begin <= span.end and span.begin <= begin + width and span.lane in COLORS:
                 place, shade = PLACES[span.lane], COLORS[span.lane]
                 left, length = 1e3 * (span.begin - begin), 1e3 * (span.end - span.begin)
+                drawn.add(span.lane)
                 axis.barh(place, length, left=left, height=0.8, color=shade, edgecolor="white", linewidth=0.3)
         axis.set(title=title, xlim=(0, 1e3 * width), yticks=range(len(PLACE_NAMES)), yticklabels=PLACE_NAMES)
     axes[-1, 0].set_xlabel("ms")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
+    named = [lane for lane in COLORS if lane in drawn]
     figure.tight_layout(rect=(0, 0, 0.9, 1))
-    figure.legend(handles, list(COLORS), loc="center right")
+    figure.legend([pyplot.Rectangle((0, 0), 1, 1, color=COLORS[lane]) for lane in named], named, loc="center right")
     figure.savefig(path, dpi=120)
 
 

@@ -39,11 +39,11 @@ def say(client, *messages):
     socket.send_multipart([client, encode(list(messages))])
 
 def tokens(name, token):
-    return StepTokens(name.encode().ljust(REQUEST_ID_BYTES, b"\\0"), token.to_bytes(4, "little"))
+    return StepTokens(name.encode().ljust(REQUEST_ID_BYTES, b"\\0"), token.to_bytes(4, "little", signed=True))
 
 def answer(client, request):
     if request.sampling.max_tokens == {no_token}:
-        say(client, tokens(request.request_id, 1 << 30))
+        say(client, tokens(request.request_id, -1))
     elif request.sampling.max_tokens == {no_message}:
         socket.send_multipart([client, b"\\xc1"])
     else:
