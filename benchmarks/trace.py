@@ -78,7 +78,8 @@ def draw(recordings: dict[str, list[Span]], path: Path) -> None:
                 place, shade = PLACES[span.lane], COLORS[span.lane]
                 left, length = 1e3 * (span.begin - begin), 1e3 * (span.end - span.begin)
                 drawn.add(span.lane)
-                axis.barh(place, length, left=left, height=0.8, color=shade, edgecolor="white", linewidth=0.3)
+                edge = "white" if place else shade  # a copy is no wider than its edge
+                axis.barh(place, length, left=left, height=0.8, color=shade, edgecolor=edge, linewidth=0.3)
         axis.set(title=title, xlim=(0, 1e3 * width), yticks=range(len(PLACE_NAMES)), yticklabels=PLACE_NAMES)
     axes[-1, 0].set_xlabel("ms")
     named = [lane for lane in COLORS if lane in drawn]

@@ -2,7 +2,7 @@
 
 Stream order per step:  compute: forward, sample, event   copy: wait for that event, ids and values down, event
 With host grammars:     copy: masks up, event             compute: wait for that event before sampling
-With pictures, through graphs, on a stream of their encoder's own: pixels up beside earlier steps, see vision_graphs.py
+With pictures:          copy: pixels up, event            compute: wait for that event before the encoder (with graphs)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from photon_backend.engine.runner import PrefillRow, Runner
 from photon_backend.engine.scheduler import Admission, Plan
 from photon_backend.engine.sequence import Sequence
 from photon_backend.engine.slots import DecodeSlot
-from photon_backend.engine.streams import Event, Stream, make_streams
+from photon_backend.engine.streams import CudaStream, Event, Stream, make_streams
 from photon_backend.engine.tables import Block
 from photon_backend.engine.trace import Trace
 from photon_backend.grammar.constraint import ALL_LEGAL, TokenAutomaton, fill_lines
@@ -42,14 +42,14 @@ class Stepper:
         self.runner = Runner(model, cache, settings.rows, settings.debug, settings.kernels, settings.grammar_mb)
         self.tables = self.runner.automata.tables
         self.slots = [DecodeSlot(model.config, buckets[-1], table.device, table.dtype) for _ in range(NUM_SLOTS)]
+        self.compute, self.copy = make_streams(table.device, delay)
         self.graphs: DecodeGraphs | None = None
         wanted = settings.graphs and not settings.debug  # whose asserts wait for the device
-        if wanted and table.device.type == "cuda" and can_capture():
+        if wanted and isinstance(self.copy, CudaStream) and can_capture():
             self.graphs = DecodeGraphs(self.runner, self.slots, buckets)
             self.runner.use_prefill_graphs()
-            self.runner.use_vision_graphs()
+            self.runner.use_vision_graphs(self.copy.stream)
         self.runner.pin_ahead(NUM_SLOTS, settings.prefill_crops)
-        self.compute, self.copy = make_streams(table.device, delay)
         self.trace = Trace(self.compute)
         self.busy_ms = self.idle_ms = 0.0  # of the device, while steps followed each other
         self._last_done: Event | None = None

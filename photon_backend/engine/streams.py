@@ -141,17 +141,17 @@ class CudaStream:
     def __init__(self, device: torch.device, name: str, delay: Callable[[str], None] | None = None) -> None:
         self.name = name
         self._delay = delay
-        self._stream = torch.cuda.Stream(device)
+        self.stream = torch.cuda.Stream(device)
         self._error: BaseException | None = None
 
     def run(self, work: Callable[..., None], *args: Any) -> None:
         if self._error is not None:
             return
         try:
-            if torch.cuda.current_stream(self._stream.device) == self._stream:
+            if torch.cuda.current_stream(self.stream.device) == self.stream:
                 self._issue(work, args)
             else:
-                with torch.cuda.stream(self._stream):
+                with torch.cuda.stream(self.stream):
                     self._issue(work, args)
         except BaseException as error:  # carried by the next event
             self._error = error
@@ -163,20 +163,20 @@ class CudaStream:
 
     def record(self) -> CudaEvent:
         event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
+        event.record(self.stream)
         error, self._error = self._error, None
         return CudaEvent(event, error)
 
     def wait(self, event: Event) -> None:
         assert isinstance(event, CudaEvent)
-        self._stream.wait_event(event.event)
+        self.stream.wait_event(event.event)
         self._error = self._error or event.error
 
     def adopt(self) -> None:
-        torch.cuda.set_stream(self._stream)  # and its device
+        torch.cuda.set_stream(self.stream)  # and its device
 
     def close(self) -> None:
-        self._stream.synchronize()
+        self.stream.synchronize()
 
 
 def make_streams(device: torch.device, delay: Callable[[str], None] | None = None) -> tuple[Stream, Stream]:

@@ -7,12 +7,11 @@ Stitching, pooling and projection stay eager: they depend on the tiling, of whic
 P1: pixels, replay and stitching of one piece, then those of the next, are queued on the compute stream in this order,
 so one input and one output buffer are enough for both slots.
 
-Only the way of the pixels over PCIe is not: they go up on a stream of the encoder's own, into one of two staging
-buffers, beside whatever the compute stream has still to do. That one waits for them, takes them into the graph's input,
-and an event then lets the staging buffer be written again. It is not the engine's copy stream, in whose order the
-results of the step before come first: the pixels would go up when that step is done, which is when they are needed. It
-should save some 0.15 ms beside 12.5 ms of encoding, and costs the device a copy of 5.6 MB, about 3 us, and the host two
-events and a change of streams a piece; neither was measured.
+Only the way of the pixels over PCIe is not: they go up on the copy stream, into one of two staging buffers. The compute
+stream waits for them, takes them into the graph's input, and an event then lets the staging buffer be written again.
+The copy stream brings the results of the step before first, so the first piece is there 0.15 ms after that step; the
+others go up beside the encoder. It hardly matters: on a third stream, beside the step before, or without one, on the
+compute stream, a client alone makes 79.4 or 78.7 requests/s instead of 79.3, and 64 make the same (docs/numbers.md).
 
 The engine thread puts the pixels into pinned memory, 0.43 MB a crop: were it done where they arrive, every waiting
 picture would hold pinned memory, which is never given back.
@@ -78,8 +77,14 @@ class PictureEncoder:
     staging   two as `crops`, and for each the event after which it may be written; on a GPU
     """
 
-    def __init__(self, vision: Vision, encode_crops: Callable[[Tensor], Tensor] | None = None) -> None:
-        """`encode_crops`: instead of the encoder's own, see fused_vision.py."""
+    def __init__(
+        self,
+        vision: Vision,
+        encode_crops: Callable[[Tensor], Tensor] | None = None,
+        uploads: torch.cuda.Stream | None = None,
+    ) -> None:
+        """`encode_crops`: instead of the encoder's own, see fused_vision.py. `uploads`: the copy stream; None: another
+        one, where there is a GPU."""
         config, weight = vision.config, vision.pos_emb
         self.most = 1 + config.max_crops
         self._vision = vision
@@ -92,7 +97,7 @@ class PictureEncoder:
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self._uploads: torch.cuda.Stream | None = None
         if weight.is_cuda:
-            self._uploads = torch.cuda.Stream(weight.device)
+            self._uploads = uploads or torch.cuda.Stream(weight.device)
             self._staging = cycle([(torch.empty_like(self._crops), torch.cuda.Event()) for _ in range(2)])
             self._uploads.wait_stream(torch.cuda.current_stream(weight.device))  # whose memory it was
 
@@ -123,7 +128,7 @@ class PictureEncoder:
         return count
 
     def _bring(self, host: Tensor, uploads: torch.cuda.Stream) -> None:
-        """Copies pinned pixels in: up on their own stream, then, on the current stream, from there."""
+        """Copies pinned pixels in: up on the copy stream, then, on the current stream, from there."""
         staging, taken = next(self._staging)
         count, here = len(host), torch.cuda.current_stream(uploads.device)
         with torch.cuda.stream(uploads):
