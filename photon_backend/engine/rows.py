@@ -81,8 +81,11 @@ class Rows:
         self.takes_size = among((State.BOX_SIZE,))
 
     def forbid(self, token: int) -> None:
-        """From now on no row samples it; for benchmarks and tests, whose rows must not end."""
+        """From now on no row samples it; for benchmarks and tests, whose rows must not end. Waits for the device: steps
+        run on another stream than the caller."""
         self.legal[:, token // 32] &= _all_but(token)
+        if self.legal.is_cuda:
+            torch.cuda.synchronize(self.legal.device)
 
 
 def _all_but(token: int) -> int:

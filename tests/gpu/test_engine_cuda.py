@@ -12,6 +12,7 @@ from bucket_edges import SETTINGS, FilledUp, told_at_edges
 from harness import Bench, request
 
 from photon_backend.engine.capture import can_capture
+from photon_backend.engine.slots import DecodeSlot
 from photon_backend.engine.streams import make_streams
 
 NUMBER = 24
@@ -104,6 +105,20 @@ def test_work_runs_on_its_stream_adopted_or_not():
 @pytest.mark.parametrize("pages", [9, 16])
 def test_a_small_pool_changes_nothing(checkpoint, on_cpu, pages):
     assert told_by(checkpoint, "cuda", pages=pages) == on_cpu
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_no_step_comes_before_what_the_start_has_queued(checkpoint, on_cpu, graphs, monkeypatch):
+    """Buffers are made, and filled with zeros, on another stream than that of the steps, and here late."""
+
+    def late(*args):
+        torch.cuda._sleep(300 * CYCLES)
+        return DecodeSlot(*args)
+
+    monkeypatch.setattr("photon_backend.engine.stepper.DecodeSlot", late)
+    assert told_by(checkpoint, "cuda", number=4, debug=False, graphs=graphs) == {
+        f"r{i}": on_cpu[f"r{i}"] for i in range(4)
+    }
 
 
 def test_a_removed_wait_is_seen(checkpoint, on_cpu, monkeypatch):
