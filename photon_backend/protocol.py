@@ -24,10 +24,11 @@ supervisor too and is answered by one Recorded, or Failed at once while another 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+from struct import iter_unpack
 from typing import Annotated, Literal, get_args
 
 import msgspec
-import numpy as np
 
 Task = Literal["query", "caption", "detect", "point"]
 FinishReason = Literal["stop", "length", "cancelled", "deadline"]
@@ -138,10 +139,10 @@ class StepTokens(msgspec.Struct, tag="tokens"):
     values: bytes = b""  # float32 [n, 2], NaN where an id brings none; empty when all do
 
     def by_request(self) -> Iterator[Tokens]:
-        names = np.frombuffer(self.request_ids, f"S{REQUEST_ID_BYTES}").tolist()
-        pairs = np.frombuffer(self.values or bytes(0), np.float32).reshape(-1, 2).tolist() or [()] * len(names)
-        for name, token, pair in zip(names, np.frombuffer(self.ids, np.int32).tolist(), pairs, strict=True):
-            yield Tokens(name.decode(), [token], [value for value in pair if value == value])
+        names = iter_unpack(f"{REQUEST_ID_BYTES}s", self.request_ids)
+        pairs = iter_unpack("2f", self.values) if self.values else repeat(())
+        for (name,), (token,), pair in zip(names, iter_unpack("i", self.ids), pairs):  # noqa: B905 - `repeat` has no end
+            yield Tokens(name.rstrip(b"\0").decode(), [token], [value for value in pair if value == value])
 
 
 class Usage(msgspec.Struct):
