@@ -10,15 +10,15 @@ Order for one request:
     Submit (digest only)     ->
                              <-    NeedPicture            only when the prefix of that digest is not cached
     Picture + pixels         ->
-                             <-    StepTokens ... StepTokens    each with the tokens of many requests
+                             <-    StepTokens ...         each with tokens of many requests
                              <-    Done | Failed          exactly one of them, once, whatever happens
     Cancel (any time)        ->                           a normal end: answered with Done(reason="cancelled")
 
 `request_id` is chosen by the front end and unique within that front end's connection; printable ASCII, at most
-REQUEST_ID_BYTES. `name` is what the client calls
-the request; nothing makes it unique. `Stop` ends all requests of a name, whoever's they are, and has no answer of its
-own: a supervisor passes it on for a client that has lost, or shares, the stream of its request. `Record` comes from a
-supervisor too and is answered by one Recorded, or Failed at once while another recording runs.
+REQUEST_ID_BYTES. `name` is what the client calls the request; nothing makes it unique. `Stop` ends all requests of a
+name, whoever's they are, and has no answer of its own: a supervisor passes it on for a client that has lost, or shares,
+the stream of its request. `Record` comes from a supervisor too and is answered by one Recorded, or Failed at once while
+another recording runs.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ class StepTokens(msgspec.Struct, tag="tokens"):
 
     request_ids: bytes  # [n] of REQUEST_ID_BYTES each, filled up with zeros
     ids: bytes  # int32 [n]
-    values: bytes = b""  # float32 [n, 2], NaN where an id brings none; empty when all do
+    values: bytes = b""  # float32 [n, 2], NaN where an id brings none; empty when none brings any
 
     def by_request(self) -> Iterator[Tokens]:
         names = iter_unpack(f"{REQUEST_ID_BYTES}s", self.request_ids)
-        pairs = iter_unpack("2f", self.values) if self.values else repeat(())
-        for (name,), (token,), pair in zip(names, iter_unpack("i", self.ids), pairs):  # noqa: B905 - `repeat` has no end
+        pairs = iter_unpack("2f", self.values) if self.values else repeat((), len(self.ids) // 4)
+        for (name,), (token,), pair in zip(names, iter_unpack("i", self.ids), pairs, strict=True):
             yield Tokens(name.rstrip(b"\0").decode(), [token], [value for value in pair if value == value])
 
 
@@ -229,7 +229,7 @@ class Beat(msgspec.Struct, tag="beat"):
 
 ToEngine = Submit | Picture | Cancel | Stop | Record | Hello
 FromEngine = NeedPicture | StepTokens | Done | Failed | Recorded | Beat
-Event = NeedPicture | Tokens | Done | Failed | Recorded | Beat  # the same, one request each
+Heard = NeedPicture | Tokens | Done | Failed | Recorded | Beat  # the same, with the tokens of each request on their own
 
 _encoder = msgspec.msgpack.Encoder()
 _to_engine = msgspec.msgpack.Decoder(list[ToEngine])
@@ -250,7 +250,7 @@ def decode_from_engine(frame: bytes) -> list[FromEngine]:
     return _from_engine.decode(frame)
 
 
-def unpacked(messages: Iterable[FromEngine]) -> Iterator[Event]:
+def unpacked(messages: Iterable[FromEngine]) -> Iterator[Heard]:
     """In order, with the tokens of each request on their own."""
     for message in messages:
         if isinstance(message, StepTokens):

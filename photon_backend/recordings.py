@@ -20,8 +20,8 @@ from photon_backend.frontend.link import EnginePeer
 from photon_backend.protocol import (
     MAX_TRACE_S,
     MAX_TRACE_TICKS,
-    Event,
     Failed,
+    Heard,
     PhotonError,
     Record,
     Recorded,
@@ -60,7 +60,7 @@ class Recordings:
             raise PhotonError("INVALID_ARG", f"seconds must be above 0 and at most {MAX_TRACE_S:g}, got {seconds:g}")
         self._asked.append((engine, Record(f"trace-{next(self._names)}", ticks, seconds), answer))
 
-    def receive(self, peer: EnginePeer, messages: list[Event]) -> None:
+    def receive(self, peer: EnginePeer, messages: list[Heard]) -> None:
         """What an engine said."""
         for message in messages:
             if isinstance(message, Recorded | Failed) and message.request_id in self._open:

@@ -190,9 +190,10 @@ class Book:
                 if reason is not None:
                     ends.append((sequence, reason))
             rows, ids, values = rows[emits], ids[emits], values[emits]
-        self._counts.tokens += len(rows)
-        for client, message in self._ledger.emit(rows, ids, values):
-            self._send(client, message)
+        if len(rows):
+            self._counts.tokens += len(rows)
+            for client, message in self._ledger.emit(rows, ids, values):
+                self._send(client, message)
         for sequence, reason in ends:
             self._end(sequence, reason, now)
 
@@ -215,7 +216,7 @@ class Book:
         return "length" if emitted == sequence.limit else None
 
     def emitted(self, sequence: Sequence) -> int:
-        """Tokens committed and handed to the client."""
+        """Tokens committed and handed to the client, of a request that waits or holds its row."""
         return int(self._ledger.emitted[sequence.row]) if sequence.row >= 0 else 0
 
     # ---- ends

@@ -3,7 +3,8 @@
 B: sequences of a step, R: rows, V: vocabulary. numpy only, engine thread only.
 
 Invariants
-- A line means something from `begin`, when its request is admitted, until its row is released.
+- A line means something from `begin`, when its request is admitted, until its row is released. A client is forgotten
+  only when all its requests have ended, so no line in use is without one.
 - A token that is not `looked_at` changes nothing about its request but their number: it is not the first one, not the
   last one, none that ends an answer or its reasoning, and no host grammar has to hear of it.
 - All tokens that a step brings to one client are one message.
@@ -13,7 +14,6 @@ Price: a dozen calls of numpy a step, which a row alone would do without; see do
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 
 import numpy as np
@@ -38,8 +38,9 @@ class Ledger:
         self.look_from = np.zeros(rows, np.int64)
         self.carries = np.zeros(rows, bool)
         self._request_ids = np.zeros(rows, f"S{REQUEST_ID_BYTES}")
-        self._client = np.zeros(rows, np.int64)  # [R], as numbered in:
-        self._clients: dict[bytes, int] = {}
+        self._client = np.zeros(rows, np.int64)  # [R]: number of the client
+        self._number: dict[bytes, int] = {}
+        self._clients: dict[int, bytes] = {}  # by number; none is used twice
         self._numbers = count()
         self._ends = np.zeros(vocab_size, bool)  # [V]: an answer, or its reasoning
         self._ends[[special.eos_id, special.answer_id]] = True
@@ -47,43 +48,45 @@ class Ledger:
         self._values_of[[special.coord_id, special.size_id]] = 1, 2
 
     def begin(self, sequence: Sequence) -> None:
-        """A request was admitted to its row."""
+        """A request was admitted to its row. `carries` is set by the look at its first token."""
         row, client = sequence.row, sequence.client
-        if client not in self._clients:
-            self._clients[client] = next(self._numbers)
-        self._client[row], self._request_ids[row] = self._clients[client], sequence.request.request_id
+        if client not in self._number:
+            self._number[client] = next(self._numbers)
+            self._clients[self._number[client]] = client
+        self._client[row], self._request_ids[row] = self._number[client], sequence.request.request_id
         self.emitted[row], self.look_from[row] = 0, ALWAYS
 
     def forget(self, client: bytes) -> None:
         """It is gone, and its requests have ended."""
-        self._clients.pop(client, None)
+        if client in self._number:
+            del self._clients[self._number.pop(client)]
 
     def looked_at(self, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Whether something may depend on a token but its number: bool [B], of rows and ids, int64 [B] both."""
         return self._ends.take(ids) | (self.emitted.take(rows) >= self.look_from.take(rows))
 
-    def emit(self, rows: np.ndarray, ids: np.ndarray, values: np.ndarray) -> Iterator[tuple[bytes, StepTokens]]:
+    def emit(self, rows: np.ndarray, ids: np.ndarray, values: np.ndarray) -> list[tuple[bytes, StepTokens]]:
         """Counts a token of each row and gives the messages that bring them, by client.
 
-        rows, ids: int64 [B]. values: float32 [B, 2], what the ids stand for, if anything.
+        rows, ids: int64 [B], B at least 1. values: float32 [B, 2], what the ids stand for, if anything.
         """
         self.emitted.put(rows, self.emitted.take(rows) + 1)
         brought = self._brought(rows, ids, values)
-        of_rows = self._client.take(rows)
-        order = of_rows.argsort(kind="stable")
-        ends = of_rows.take(order).searchsorted(tuple(self._clients.values()), "right").tolist()
+        numbers = self._client.take(rows)
+        order = numbers.argsort(kind="stable")
         request_ids, ids = self._request_ids.take(rows.take(order)), ids.take(order).astype(np.int32)
-        begin = 0
-        for client, end in zip(self._clients, ends, strict=True):
-            if begin < end:
-                pairs = b"" if brought is None else brought.take(order[begin:end], axis=0).tobytes()
-                yield client, StepTokens(request_ids[begin:end].tobytes(), ids[begin:end].tobytes(), pairs)
-            begin = end
+        numbers = numbers.take(order)
+        begins = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
+        messages = []
+        for begin, end in zip(begins, [*begins[1:], len(numbers)], strict=True):
+            pairs = b"" if brought is None else brought.take(order[begin:end], axis=0).tobytes()
+            message = StepTokens(request_ids[begin:end].tobytes(), ids[begin:end].tobytes(), pairs)
+            messages.append((self._clients[int(numbers[begin])], message))
+        return messages
 
     def _brought(self, rows: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-        """The values, with NaN where an id brings none; None when no row of the step is one whose ids do."""
-        carries = self.carries.take(rows)
-        if not np.count_nonzero(carries):
+        """The values, with NaN where an id brings none; None when no id of the step brings any."""
+        number = self._values_of.take(ids) * self.carries.take(rows)
+        if not np.count_nonzero(number):
             return None
-        number = self._values_of.take(ids) * carries
         return np.where(np.arange(2) < number[:, None], values, np.float32(np.nan))

@@ -325,8 +325,8 @@ class Runner:
         """A device tensor; from pinned memory on a GPU, whose allocator keeps it until the copy has run.
 
         The allocator hands out powers of two and gives none back; `pin_ahead` has made it keep enough of them. These
-        few kilobytes go up in the order of the steps that read them: on the copy stream they need an event each, and
-        made 0.8 % less requests/s with one client and as many with 64 (docs/numbers.md).
+        few kilobytes go up in the order of the steps that read them; on the copy stream they would need an event each
+        and gain nothing (docs/numbers.md).
         """
         host = torch.from_numpy(np.ascontiguousarray(values, dtype))
         return host.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else host

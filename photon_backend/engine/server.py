@@ -219,8 +219,9 @@ def freeze_garbage() -> None:
     """Keeps the garbage collector out of the tick; called once everything is loaded.
 
     What lives now lives to the end and is not looked at again: a full collection of all of it was seen to stop a tick
-    for 0.17 s. And a tick of many rows makes, and frees, more objects than Python's own threshold for young ones (700),
-    which collected in every tick of 256 rows. The loop makes no cycles but for errors; those wait for their turn.
+    for 0.17 s. And requests that come make more objects than Python's own threshold for young ones (700), which would
+    collect within their ticks, each time with what else came since. The loop makes no cycles but for errors; those wait
+    for their turn.
     """
     gc.collect()
     gc.freeze()

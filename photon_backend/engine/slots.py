@@ -18,6 +18,9 @@ class DecodeSlot:
     ids     int64   [B]     sampled ids
     values  float32 [B, 2]  coordinate in [:, 0], or (width, height); one buffer with ids, one copy
     mask    int32   [B, ceil(V / 32)]  legal ids of host grammars
+
+    The mirrors host_rows and host_mask are tensors, for what goes up; host_ids and host_values arrays, for what comes
+    down and is read without torch.
     """
 
     def __init__(self, config: ModelConfig, rows: int, device: torch.device, dtype: torch.dtype) -> None:

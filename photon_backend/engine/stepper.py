@@ -50,10 +50,8 @@ class Stepper:
             self.runner.use_prefill_graphs()
             self.runner.use_vision_graphs(self.copy.stream)
         self.runner.pin_ahead(NUM_SLOTS, settings.prefill_crops)
-        if isinstance(
-            self.copy, CudaStream
-        ):  # all above was queued on this thread's own stream; no step waits for that
-            torch.cuda.synchronize(table.device)
+        if isinstance(self.copy, CudaStream):
+            torch.cuda.synchronize(table.device)  # all above was queued on this thread's stream; no step waits for it
         self.trace = Trace(self.compute)
         self.busy_ms = self.idle_ms = 0.0  # of the device, while steps followed each other
         self._last_done: Event | None = None

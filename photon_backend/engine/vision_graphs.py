@@ -10,8 +10,8 @@ so one input and one output buffer are enough for both slots.
 Only the way of the pixels over PCIe is not: they go up on the copy stream, into one of two staging buffers. The compute
 stream waits for them, takes them into the graph's input, and an event then lets the staging buffer be written again.
 The copy stream brings the results of the step before first, so the first piece is there 0.15 ms after that step; the
-others go up beside the encoder. It hardly matters: on a third stream, beside the step before, or without one, on the
-compute stream, a client alone makes 79.4 or 78.7 requests/s instead of 79.3, and 64 make the same (docs/numbers.md).
+others go up beside the encoder. Worth 0.6 of 79 requests/s to a client alone, against pixels on the compute stream; 64
+clients make the same, and a third stream, beside the step before, gains nothing more (docs/numbers.md).
 
 The engine thread puts the pixels into pinned memory, 0.43 MB a crop: were it done where they arrive, every waiting
 picture would hold pinned memory, which is never given back.

@@ -40,9 +40,9 @@ from photon_backend.processes import return_memory
 from photon_backend.protocol import (
     Cancel,
     Done,
-    Event,
     Failed,
     GrammarSpec,
+    Heard,
     NeedPicture,
     PhotonError,
     Picture,
@@ -291,7 +291,7 @@ class Handler:
 
     # messages of the engine
 
-    def _feed(self, messages: list[Event]) -> None:
+    def _feed(self, messages: list[Heard]) -> None:
         """Groups the events by request, so that a request that fell behind answers once for many tokens."""
         events: dict[str, list[Tokens | Done | Failed]] = {}
         for message in messages:

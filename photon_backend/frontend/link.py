@@ -18,7 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 from photon_backend.config import Settings
 from photon_backend.protocol import (
     Beat,
-    Event,
+    Heard,
     Hello,
     Status,
     ToEngine,
@@ -77,9 +77,9 @@ class EnginePeer:
         else:
             self._socket.send_multipart([encode(messages), pixels], copy=False)
 
-    def receive(self) -> list[Event]:
-        """All messages that have come, heartbeats taken out. Raises nothing: the engine is our own."""
-        received: list[Event] = []
+    def receive(self) -> list[Heard]:
+        """All messages that have come, heartbeats taken out. Raises what decoding raises: the engine is our own."""
+        received: list[Heard] = []
         while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:  # first: what came before the break is then here to read
             recv_monitor_message(self._monitor)
             self._broken = True
@@ -128,7 +128,7 @@ class Link:
             peer.close()
         self._context.term()
 
-    def receive(self) -> Iterator[tuple[EnginePeer, list[Event]]]:
+    def receive(self) -> Iterator[tuple[EnginePeer, list[Heard]]]:
         """What has come, by engine. Drained whole, so that tokens that piled up leave in one response."""
         for peer in self.peers:
             messages = peer.receive()

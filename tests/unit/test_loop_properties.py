@@ -7,8 +7,6 @@ and book.
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -285,7 +283,6 @@ class Loop(RuleBasedStateMachine):
             step = self.pipeline.commit_oldest()
             ids = [SPECIAL.eos_id if s.answering else SPECIAL.answer_id for s in step.sequences]
             ids = [SPECIAL.coord_id if self.forced(s) else token for s, token in zip(step.sequences, ids, strict=True)]
-            self.now = math.inf
             self.apply(step, ids)
             self.retire(step)
         assert not len(self.pipeline) and not self.scheduler.waiting and not self.scheduler.running
