@@ -19,6 +19,7 @@ import torch
 from photon_backend.engine.capture import captured
 from photon_backend.engine.runner import Runner
 from photon_backend.engine.slots import DecodeSlot
+from photon_backend.log import progress
 
 log = logging.getLogger("photon.engine")
 
@@ -42,6 +43,7 @@ class DecodeGraphs:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(runner.device)
         begun = time.monotonic()
+        progress.info("capturing CUDA graphs of decode steps: %d batch sizes", len(buckets))
         for batch, slot in product(reversed(buckets), slots):
             for spatial, samples in ((False, True), (True, True), (True, False)):
                 self._capture(slot, batch, spatial, samples)

@@ -37,6 +37,7 @@ from torch import Tensor
 from photon_backend.engine.capture import captured
 from photon_backend.engine.fused import FusedText
 from photon_backend.kernels.prefill import most_blocks, pack, unpack
+from photon_backend.log import progress
 
 log = logging.getLogger("photon.engine")
 
@@ -102,6 +103,7 @@ class PrefillGraphs:
         """
         stream, pool = torch.cuda.Stream(self._x.device), torch.cuda.graph_pool_handle()
         begun = time.monotonic()
+        progress.info("capturing CUDA graphs of prefills: %d lengths", len(BUCKETS))
         for bucket in reversed(BUCKETS):
             self.load(bucket, self._x[:1], [(self._scratch, 0, 0, 1)])
             self._graphs[bucket] = captured(partial(self.run, bucket), stream, pool)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from photon_backend.model.config import ModelConfig
@@ -47,8 +48,9 @@ class DecodeSlot:
             self.loaded = rows
 
     def poison(self) -> None:
-        """Debug: a commit that reads before its copy has landed sees negative ids."""
+        """Debug: a commit that reads before its copy has landed sees negative ids and no values."""
         self.host_ids.fill(POISONED)
+        self.host_values.fill(np.nan)
 
     def copy_out(self) -> None:
         """Copies results to the mirrors; runs on the copy stream."""

@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from photon_backend.engine.capture import captured
+from photon_backend.log import progress
 from photon_backend.model.vision import Vision
 
 log = logging.getLogger("photon.engine")
@@ -161,6 +162,7 @@ class PictureEncoder:
         """A graph of each number of crops that pictures have, the largest first: the others fit into its memory."""
         stream, pool = torch.cuda.Stream(self._crops.device), torch.cuda.graph_pool_handle()
         begun = time.monotonic()
+        progress.info("capturing CUDA graphs of pictures: %d numbers of crops", self.most - LEAST + 1)
         for count in range(self.most, LEAST - 1, -1):
             self._graphs[count], _ = captured(partial(self.run, count), stream, pool)
             log.info("graph of %d crops captured after %.1f s", count, time.monotonic() - begun)

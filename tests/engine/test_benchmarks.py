@@ -72,7 +72,7 @@ def test_requests(options: list[str], hits: float) -> None:
 
 def test_tick() -> None:
     first, document = run("benchmarks.tick --rows 1,3 --tokens 16", *ABLATIONS)
-    assert first.startswith("target") and not document["overlap"]
+    assert first.startswith("ceiling") and not document["overlap"]
     assert [(r["rows"], r["target_us"]) for r in document["results"]] == [(1, 102), (3, 106)]
 
 

@@ -186,7 +186,7 @@ def test_graphs_and_early_launch_change_nothing(checkpoint, number, monkeypatch)
     assert told[0] == told[1] == told[2] == told[3]
 
 
-EDGES = (8, 9, 16, 17, 32, 33, 63, 64)  # rows at once, which the mixed tasks above do not reach
+EDGES = (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 63, 64)  # rows at once
 
 
 def test_every_bucket_equals_the_cpu_up_to_its_edges(checkpoint):
