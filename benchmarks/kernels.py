@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import triton
 
+from benchmarks import kernel_twins
 from photon_backend.engine.fused import FusedText
 from photon_backend.engine.fused_region import FusedRegion
 from photon_backend.engine.kv_cache import KVCache
@@ -39,7 +40,7 @@ from photon_backend.kernels import prefill as prefill_module
 from photon_backend.kernels import sample as sample_module
 from photon_backend.kernels.attention import DecodeAttention
 from photon_backend.kernels.linear import linear, linear_split
-from photon_backend.kernels.norm import add_norm
+from photon_backend.kernels.norm import add_norm, add_norm_reference
 from photon_backend.kernels.prefill import attend, pack, spread, unpack
 from photon_backend.kernels.relay import relay
 from photon_backend.kernels.sample import SampleKernel
@@ -99,12 +100,16 @@ def linears(model: ModelConfig, batch: int) -> dict[str, Work]:
 
         return work
 
-    def library() -> None:
-        for w in w_in:
+    def library(x: torch.Tensor, weights: list[torch.Tensor], bias: torch.Tensor | None) -> None:
+        for w in weights:
             torch.nn.functional.linear(x, w, bias)
 
     size = 2 * w_in[0].numel()
-    works: dict[str, Work] = {"in": (first, size, linear_module), "in, cuBLAS": (library, size, None)}
+    works: dict[str, Work] = {
+        "in": (first, size, linear_module),
+        "in, cuBLAS": (partial(library, x, w_in, bias), size, None),
+    }
+    works["out, cuBLAS"] = (partial(library, joined, w_out, None), 2 * w_out[0].numel(), None)
     for splits in (4, 8, 16):
         works[f"out, {splits} splits"] = (second(splits), 2 * w_out[0].numel(), linear_module)
     return works
@@ -113,11 +118,13 @@ def linears(model: ModelConfig, batch: int) -> dict[str, Work]:
 def attentions(config: ModelConfig, batch: int) -> dict[str, Work]:
     context = 800
     kv = 4 * config.text.n_kv_heads * config.text.head_dim * context * batch
-    return {"attention": (attention(config.text, batch, context), kv, attention_module)}
+    ours, in_torch = attention(config.text, batch, context)
+    return {"attention": (ours, kv, attention_module), "attention, torch": (in_torch, kv, None)}
 
 
-def attention(config: TextConfig, batch: int, context: int) -> Callable[[], None]:
-    """Decode attention over the pages of all layers; builds its launcher anew for each shape of a sweep."""
+def attention(config: TextConfig, batch: int, context: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Decode attention over the pages of all layers, ours and torch's; ours builds its launcher anew for each shape of
+    a sweep."""
     pages = batch * (context // 16 + 1)
     cache = KVCache(config, pages, 16, torch.device("cuda"), torch.bfloat16)
     cache.k.normal_()
@@ -134,7 +141,7 @@ def attention(config: TextConfig, batch: int, context: int) -> Callable[[], None
         for layer in range(config.n_layers):
             launch(qkv, *cache.flat(layer), position, table, rope, out)
 
-    return work
+    return work, kernel_twins.decode_attention(config, cache, table, position, qkv)
 
 
 def others(config: ModelConfig, batch: int) -> dict[str, Work]:
@@ -150,6 +157,7 @@ def others(config: ModelConfig, batch: int) -> dict[str, Work]:
 
     return {
         "add_norm": (many(lambda: add_norm(x, parts, bias, bias, bias, normed)), parts.numel() * 4, norm_module),
+        "add_norm, torch": (many(lambda: add_norm_reference(x, parts, bias, bias, bias)), parts.numel() * 4, None),
         "relay": (many(start(relay)), x.numel() * 4, None),
         "relay, torch": (many(start(relay_in_torch)), x.numel() * 4, None),
     }
@@ -256,9 +264,12 @@ def prefills(config: ModelConfig, batch: int) -> dict[str, Work]:
         for layer in range(text.n_layers):
             attend(joined, *cache.flat(layer), packed, table, heads, 16)
 
+    qkv = merged[:, : 3 * width].contiguous()
+    in_torch = kernel_twins.prefill_attention(text, cache, table, prefix, length, qkv)
     return {
         "prefill, spread": (spreads, 2 * (merged.numel() + joined.numel() + 2 * width * len(merged)), None),
         "prefill, attention": (attends, 8 * width * len(merged), prefill_module),
+        "prefill, both in torch": (in_torch, 2 * merged.numel(), None),
     }
 
 
