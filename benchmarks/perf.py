@@ -20,7 +20,7 @@ DOORS = {
     "gRPC unary": ("photon_unary", "grpc"),
 }
 TIMEOUT_S = 300
-ATTEMPTS = 3  # seen once on a machine with far more to do than cores: status 0 and an empty report
+ATTEMPTS = 3  # seen once each, on machines with more to do than cores: status 0 and an empty report, or half of one
 
 
 def perf_analyzer(
@@ -33,22 +33,31 @@ def perf_analyzer(
     model, protocol = DOORS[door]
     data, export = directory / "data.json", directory / "export.json"
     data.write_text(json.dumps({"data": [_step(ask, pictures, stream=model == "photon") for ask in asks]}))
-    export.unlink(missing_ok=True)
     command = [str(Path(sys.executable).parent / "perf_analyzer"), "-m", model, "-u", url, "-i", protocol]
     command += ["--streaming", "--async"] if model == "photon" else []
     command += ["--input-data", str(data), "--profile-export-file", str(export)]
     command += ["--concurrency-range", str(concurrency), "--request-count", str(max(requests, concurrency))]
     environment = {**os.environ, "LD_LIBRARY_PATH": str(_libraries(directory))}
     for _ in range(ATTEMPTS):
+        export.unlink(missing_ok=True)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
-        if done.returncode == 0 and export.exists() and export.stat().st_size:
+        report = _report(export) if done.returncode == 0 else None
+        if report is not None:
             break
     else:
         raise RuntimeError(f"perf_analyzer failed: {(done.stderr or done.stdout).strip()[-800:]}")
-    (experiment,) = json.loads(export.read_text())["experiments"]
-    return {"generator": "perf_analyzer", "door": door, "loop": "closed", "load": concurrency} | _measure(
-        experiment["requests"], streamed=model == "photon"
-    )
+    row = {"generator": "perf_analyzer", "door": door, "loop": "closed", "load": concurrency}
+    return row | _measure(report, streamed=model == "photon")
+
+
+def _report(export: Path) -> list[dict[str, Any]] | None:
+    """The requests that it tells of; None when it has not told all, or nothing."""
+    try:
+        (experiment,) = json.loads(export.read_text())["experiments"]
+    except (FileNotFoundError, ValueError):  # not JSON, which what is cut off never is
+        return None
+    requests: list[dict[str, Any]] = experiment["requests"]
+    return requests
 
 
 def _measure(requests: list[dict[str, Any]], streamed: bool) -> dict[str, Any]:
