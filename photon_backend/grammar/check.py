@@ -226,10 +226,10 @@ def lark_of(spec: GrammarSpec) -> str:
     if spec.kind == "lark":
         body = _compact(spec.text)
     elif spec.kind == "choice":
-        # one terminal: alternatives in one automaton, not lexemes of which the longest would win
-        body = "start: CHOICE\nCHOICE: " + " | ".join(
-            json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text)
-        )
+        # one terminal: alternatives in one automaton, not lexemes of which the longest would win; U+007F by its number,
+        # since the library reads it in no other way
+        choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(spec.text))
+        body = "start: CHOICE\nCHOICE: " + " | ".join(choices).replace("\x7f", "\\u007f")
     elif spec.kind == "regex":
         from llguidance import regex_to_lark
 

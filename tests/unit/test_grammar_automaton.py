@@ -52,7 +52,7 @@ THING = {
     "additionalProperties": False,
 }
 SPECS = [
-    choice("red", "reddish", "blue", "light blue", "\u00dcn\u00efcode \U0001f600", 'quo"te\\', "a/b\nc"),
+    choice("red", "reddish", "blue", "light blue", "\u00dcn\u00efcode \U0001f600", 'quo"te\\', "a/b\nc", "\x7f\x00"),
     regex(r"\d{4}-\d{2}-\d{2}"),
     regex(r"[^a-c]{1,5}x?|\w+\s*"),
     regex(r"[A-Z][a-z]{0,20}( [a-z]{1,10}){0,3}"),

@@ -39,7 +39,7 @@ GOOD = [
     schema({"type": "integer", "exclusiveMinimum": 1, "maximum": 1099.5}),
     schema({"prefixItems": [{"type": "number", "exclusiveMinimum": 0}, {"type": "number", "maximum": 0.5}]}),
     GrammarSpec("regex", "a/b\\/\n[^x]"),
-    GrammarSpec("choice", json.dumps(["a", '"', "\\", "\u00e9\U0001f600", "a\nb", "/"])),
+    GrammarSpec("choice", json.dumps(["a", '"', "\\", "\u00e9\U0001f600", "a\nb", "/", "\x7f\x00"])),
     lark('start: "a" b+\nb: /[0-9]+/ | "x"'),
     lark('%llguidance {}\nstart: %json {"type": "integer"}'),
 ]
