@@ -12,14 +12,13 @@ Every row writes records of a scene, one after another, and may not end before N
 on the device), as a JSON schema with records of the same form (host matcher), or without a grammar. Rows of `detect`
 find box after box, those of `point` point after point, so that each step feeds a coordinate or a size and decodes the
 next; such rows never draw, which `greedy`, free rows at temperature 0, do not either. N is rounded up to whole boxes
-and points, for every kind. Prefill and
-compiling are left out. Free rows are the ceiling: the table gives each kind's tokens/s as a ratio to the free rows of
-the same mode and batch. `depth` is the mean number of steps in flight when one is launched, itself included: 1 when
-blocking, 2 with a full pipeline. `deferred` is the share of steps that were sampled only after the commit before them,
-what a matcher costs the pipeline; the JSON has those that were launched alone, by reason. Then, over the 51,200 tokens:
-times to compile, to fill masks on the host by the number of threads, with and without a pause before it, and of mask
-and transition on the device. Without the package llguidance the rows with a matcher are left out. The last line is
-JSON. On a shared CPU only the ratios of one run mean anything.
+and points, for every kind. Prefill and compiling are left out. Free rows are the ceiling: the table gives each kind's
+tokens/s as a ratio to the free rows of the same mode and batch. `depth` is the mean number of steps in flight when one
+is launched, itself included: 1 when blocking, 2 with a full pipeline. `deferred` is the share of steps that were
+sampled only after the commit before them, what a matcher costs the pipeline; the JSON has those that were launched
+alone, by reason. Then, over the 51,200 tokens: times to compile, to fill masks on the host by the number of threads,
+with and without a pause before it, and of mask and transition on the device. Without the package llguidance the rows
+with a matcher are left out. The last line is JSON. On a shared CPU only the ratios of one run mean anything.
 """
 
 from __future__ import annotations

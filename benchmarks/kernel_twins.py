@@ -13,7 +13,7 @@ from torch import Tensor
 
 from photon_backend.engine.kv_cache import KVCache, PagedDecode, PagedPrefill, Segment, prefill_mask
 from photon_backend.model.config import TextConfig
-from photon_backend.model.text import rope_tables, rotate
+from photon_backend.model.text import rope_tables, turned
 
 
 def decode_attention(
@@ -25,7 +25,7 @@ def decode_attention(
 
     def work() -> None:
         for layer in range(config.n_layers):
-            attend(layer, *_turned(config, qkv, *tables))
+            attend(layer, *turned(qkv, *tables, config))
 
     return work
 
@@ -43,15 +43,6 @@ def prefill_attention(
 
     def work() -> None:
         for layer in range(config.n_layers):
-            attend(layer, *_turned(config, qkv, *tables))
+            attend(layer, *turned(qkv, *tables, config))
 
     return work
-
-
-def _turned(config: TextConfig, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """q [T, H, E], k and v [T, K, E] with rope."""
-    heads, kv_heads = config.n_heads, config.n_kv_heads
-    lines = qkv.unflatten(-1, (heads + 2 * kv_heads, config.head_dim))
-    q_and_k, v = lines.split([heads + kv_heads, kv_heads], dim=-2)
-    q, k = rotate(q_and_k, cos, sin).split([heads, kv_heads], dim=-2)
-    return q, k, v

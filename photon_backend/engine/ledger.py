@@ -3,8 +3,7 @@
 B: sequences of a step, R: rows, V: vocabulary. numpy only, engine thread only.
 
 Invariants
-- A line means something from `begin`, when its request is admitted, until its row is released. A client is forgotten
-  only when all its requests have ended, so no line in use is without one.
+- A line means something from `begin`, when its request is admitted, until its row is released.
 - A token that is not `looked_at` changes nothing about its request but their number: it is not the first one, not the
   last one, none that ends an answer or its reasoning, and no host grammar has to hear of it.
 - All tokens that a step brings to one client are one message.
@@ -38,9 +37,9 @@ class Ledger:
         self.look_from = np.zeros(rows, np.int64)
         self.carries = np.zeros(rows, bool)
         self._request_ids = np.zeros(rows, f"S{REQUEST_ID_BYTES}")
-        self._client = np.zeros(rows, np.int64)  # [R]: number of the client
-        self._number: dict[bytes, int] = {}
-        self._clients: dict[int, bytes] = {}  # by number; none is used twice
+        self._clients = [b""] * rows  # [R]
+        self._client = np.zeros(rows, np.int64)  # [R]: its number
+        self._number: dict[bytes, int] = {}  # of a client; none is used twice
         self._numbers = count()
         self._ends = np.zeros(vocab_size, bool)  # [V]: an answer, or its reasoning
         self._ends[[special.eos_id, special.answer_id]] = True
@@ -52,14 +51,13 @@ class Ledger:
         row, client = sequence.row, sequence.client
         if client not in self._number:
             self._number[client] = next(self._numbers)
-            self._clients[self._number[client]] = client
-        self._client[row], self._request_ids[row] = self._number[client], sequence.request.request_id
+        self._clients[row], self._client[row] = client, self._number[client]
+        self._request_ids[row] = sequence.request.request_id
         self.emitted[row], self.look_from[row] = 0, ALWAYS
 
     def forget(self, client: bytes) -> None:
-        """It is gone, and its requests have ended."""
-        if client in self._number:
-            del self._clients[self._number.pop(client)]
+        """It is gone, and needs no number any more."""
+        self._number.pop(client, None)
 
     def looked_at(self, rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         """Whether something may depend on a token but its number: bool [B], of rows and ids, int64 [B] both."""
@@ -74,14 +72,14 @@ class Ledger:
         brought = self._brought(rows, ids, values)
         numbers = self._client.take(rows)
         order = numbers.argsort(kind="stable")
-        request_ids, ids = self._request_ids.take(rows.take(order)), ids.take(order).astype(np.int32)
-        numbers = numbers.take(order)
+        rows, numbers, ids = rows.take(order), numbers.take(order), ids.take(order).astype(np.int32)
+        request_ids = self._request_ids.take(rows)
         begins = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist()]
         messages = []
         for begin, end in zip(begins, [*begins[1:], len(numbers)], strict=True):
             pairs = b"" if brought is None else brought.take(order[begin:end], axis=0).tobytes()
             message = StepTokens(request_ids[begin:end].tobytes(), ids[begin:end].tobytes(), pairs)
-            messages.append((self._clients[int(numbers[begin])], message))
+            messages.append((self._clients[rows[begin]], message))
         return messages
 
     def _brought(self, rows: np.ndarray, ids: np.ndarray, values: np.ndarray) -> np.ndarray | None:

@@ -52,12 +52,8 @@ class TextBlock(nn.Module):
         self.mlp = Mlp(config.dim, config.ff_dim, config.dim)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, layer: int, attend: Attend) -> Tensor:
-        heads, kv_heads = self.config.n_heads, self.config.n_kv_heads
         normed = self.ln(x)
-        qkv = self.attn.qkv(normed).unflatten(-1, (heads + 2 * kv_heads, self.config.head_dim))
-        q_and_k, v = qkv.split([heads + kv_heads, kv_heads], dim=-2)
-        q, k = rotate(q_and_k, cos, sin).split([heads, kv_heads], dim=-2)  # at once: eleven launches fewer
-        attended = attend(layer, q, k, v)
+        attended = attend(layer, *turned(self.attn.qkv(normed), cos, sin, self.config))
         return x + self.attn.proj(attended.flatten(-2)) + self.mlp(normed)
 
 
@@ -95,6 +91,14 @@ def rope_tables(positions: Tensor, config: TextConfig) -> tuple[Tensor, Tensor]:
     frequencies = 1.0 / (config.rope_theta ** (half / config.rot_dim))
     angles = positions[..., None, None].float() * frequencies
     return angles.cos(), angles.sin()
+
+
+def turned(qkv: Tensor, cos: Tensor, sin: Tensor, config: TextConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """qkv [..., (H + 2 K) E], as its linear gives it -> q [..., H, E] and k [..., K, E] with rope, v [..., K, E]."""
+    heads, kv_heads = config.n_heads, config.n_kv_heads
+    q_and_k, v = qkv.unflatten(-1, (-1, config.head_dim)).split([heads + kv_heads, kv_heads], dim=-2)
+    q, k = rotate(q_and_k, cos, sin).split([heads, kv_heads], dim=-2)  # at once: eleven launches fewer
+    return q, k, v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
