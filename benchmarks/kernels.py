@@ -180,25 +180,12 @@ def regions(config: ModelConfig, batch: int) -> dict[str, Work]:
     fused, hidden = FusedRegion(region), torch.randn(batch, config.text.dim, device="cuda", dtype=torch.bfloat16)
     row, value = torch.arange(batch, device="cuda"), torch.rand(batch, 2, device="cuda")
     boxes = torch.tensor([COORDINATE, COORDINATE, SIZE], device="cuda")[row % 3]
-    layers = [decoder.fc2 for decoder in (region.coord_decoder, region.size_decoder)]
-    inner, outs = (
-        hidden.new_ones(batch, config.region.inner_dim),
-        [hidden.new_empty(batch, len(l.bias)) for l in layers],
-    )
-
-    def second(narrow: bool) -> None:
-        for layer, out in zip(layers, outs, strict=True):
-            linear(inner, layer.weight, layer.bias, out, narrow=narrow)
-
-    of_second = sum(2 * layer.weight.numel() for layer in layers)
-    of_heads = of_second + 4 * config.region.inner_dim * config.region.dim
+    of_heads = sum(2 * p.numel() for part in (region.coord_decoder, region.size_decoder) for p in part.parameters())
     return {
         "values": (many(lambda: fused.encode(row, boxes, value, hidden)), hidden.numel() * 2, None),
         "values, torch": (many(lambda: encode_in_torch(region, row, boxes, value, hidden)), hidden.numel() * 2, None),
         "heads": (many(lambda: fused.heads(hidden)), of_heads, None),
         "heads, torch": (many(lambda: heads_in_torch(region, hidden)), of_heads, None),
-        "heads, second layers": (many(partial(second, True)), of_second, None),
-        "heads, those not narrow": (many(partial(second, False)), of_second, None),
     }
 
 

@@ -5,8 +5,8 @@ The program whose stretch holds the newest position also rotates the new key, wr
 attends to them from registers: no program waits for another. The number of splits depends on the batch bucket only,
 never on the lengths, so the launch can live in a CUDA graph; a stretch that lies behind the row's end does nothing.
 
-At 64 rows of Moondream 2's shape with 800 positions a layer takes 103 us on an H200, 4.06 TB/s. The gathering of pages
-in torch (`engine.kv_cache.PagedDecode`) was not timed alone; see norm.py for a whole step.
+A layer of Moondream 2's shape with 800 positions on an H200, at 1, 4, 16 and 64 rows: 5.7, 11, 33 and 107 us, 3.9 TB/s
+at 64. In torch, which gathers the pages first (`engine.kv_cache.PagedDecode`), 45, 64, 134 and 384.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ side lies along the weights, and a layer with few outputs splits its K over seve
 A program that was launched early (early.py) begins with the part of K that is there already: in [proj | fc2] that is
 the MLP's hidden state, four fifths of the weights, read while attention still runs.
 
-[qkv ; fc1] of Moondream 2 on an H200: 16.5 us at one row where cuBLAS takes 17.1 without the tanh-GELU, 18.5 to 19.1 at
-64 rows where it takes 18.7.
+Moondream 2 on an H200, at 1, 4, 16 and 64 rows: [qkv ; fc1] 16.9, 17.1, 18.4, 19.5 us where cuBLAS takes 17.3, 17.5,
+17.7, 19.0 without the tanh-GELU; [proj | fc2] in four splits 9.7, 9.8, 10.5, 11.8 where it takes 14.9, 16.8, 17.3,
+17.5.
 """
 
 from __future__ import annotations
@@ -24,15 +25,13 @@ from photon_backend.kernels.early import early_launch
 SHAPE: tuple[int, int, int, int] | None = None  # BLOCK_N, BLOCK_K, warps, stages for all launches; benchmarks set it
 
 
-def shape_for(rows: int, narrow: bool = False, split: bool = False) -> tuple[int, int, int, int]:
+def shape_for(rows: int, wide: bool = False) -> tuple[int, int, int, int]:
     """BLOCK_N, BLOCK_K, warps, stages: the tile of the weights and how many of them are in flight.
 
-    `split`: of `linear_split`, whose wider tile made a forward of 16 rows 4 % faster (1,558 to 1,499 us, 1,577 to 1,512
+    `wide`: for [proj | fc2], where a wider tile made a forward of 16 rows 4 % faster (1,558 to 1,499 us, 1,577 to 1,512
     on another machine), and none of 8 or fewer and of 32 or more.
     """
-    if narrow:
-        return SHAPE or ((16, 512, 4, 4) if rows <= 16 else (16, 256, 4, 3))
-    if split and 8 < rows <= 16:
+    if wide and 8 < rows <= 16:
         return SHAPE or (64, 256, 4, 3)
     return SHAPE or ((64, 128, 4, 4) if rows <= 16 else (64, 128, 4, 3))
 
@@ -69,7 +68,7 @@ def _linear(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
     EVEN: tl.constexpr, ALL_LATE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """out[split, m, n] = sum over the split's k of x[m, k] w[n, k] (+ bias[n]).
+    """out[split, m, n] = sum over the split's k of x[m, k] w[n, k] (+ bias[n] in the first).
 
     A split has its share of k < late, which the kernel just before writes, and its share of the others. From
     n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or a share of K.
@@ -92,7 +91,7 @@ def _linear(
     end = tl.minimum(begin + share, late)
     acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
     if BIAS:
-        acc += tl.load(bias + n, n < n_out, 0.0).to(tl.float32)[:, None]
+        acc += tl.load(bias + n, (n < n_out) & (split == 0), 0.0).to(tl.float32)[:, None]
     if GELU:
         gelu = tanh_gelu(acc)
         acc = tl.where(n[:, None] >= gelu_from, gelu, acc)
@@ -101,41 +100,36 @@ def _linear(
     tl.store(place, acc.to(out.dtype.element_ty), (n[:, None] < n_out) & (m[None, :] < m_rows))
 
 
-def linear(
-    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor,
-    gelu_from: int | None = None, gap: int = 0, narrow: bool = False,
-) -> Tensor:  # fmt: skip
+def linear(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int | None = None, gap: int = 0) -> Tensor:
     """out[m, n] = x[m] . weight[n] + bias[n]; from n = gelu_from on tanh-GELU, stored at column n + gap.
 
     x [M, K], weight [N, K], bias [N] of one 16-bit dtype, out [M, N + gap] of any float dtype; the last dimension of
-    each must be contiguous. `narrow`: for few outputs of many inputs, where programs of 64 outputs would be too few to
-    keep the memory busy: 16 outputs and more of their inputs at once.
+    each must be contiguous.
     """
-    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1, narrow=narrow)
+    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1)
     return out
 
 
-def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int) -> Tensor:
-    """Partial sums over K: the sum of float32 out [splits, M, N] over its first dimension is x weight^T, without bias.
+def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int | None = None, bias: Tensor | None = None) -> Tensor:
+    """Partial sums over K: the sum of float32 out [splits, M, N] over its first dimension is x weight^T + bias.
 
-    Of x only the first `late` columns may be written by the kernel just before. The others are read without a wait, so
-    they must be there before that kernel can start: behind attention they are, whose first kernel waits for everything
-    before it and only then releases its second.
+    Of x only the first `late` columns may be written by the kernel just before (None: all of them). The others are read
+    without a wait, so they must be there before that kernel can start: behind attention they are, whose first kernel
+    waits for everything before it and only then releases its second.
 
-    The sum is left to the kernel that needs it anyway (`norm.add_norm`), in a fixed order: atomics would make a token
-    depend on timing.
+    The sum is left to what comes after, in a fixed order (`norm.add_norm` adds up what it needs anyway): atomics would
+    make a token depend on timing.
     """
-    _launch(x, weight, None, out, None, 0, late, splits=out.shape[0])
+    _launch(x, weight, bias, out, None, 0, x.shape[1] if late is None else late, splits=out.shape[0])
     return out
 
 
 def _launch(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int,
-    narrow: bool = False,
-) -> None:  # fmt: skip
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int
+) -> None:
     rows, width = x.shape
     outputs = w.shape[0]
-    block_n, block_k, warps, stages = shape_for(rows, narrow, late < width)
+    block_n, block_k, warps, stages = shape_for(rows, wide=late < width)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,

@@ -6,7 +6,8 @@ from the pages, those of this step too: so it does not matter what is cached, no
 lie where their sums will, and each program overwrites its own.
 
 In torch a layer takes some 25 operations, and four more for each further sequence: at Moondream 2's shape a host needs
-22 ms for 12 tokens of a prompt behind a cached picture, of which the GPU works 2.5.
+22 ms for 12 tokens of a prompt behind a cached picture, of which the GPU works 2.5. A layer of one picture takes 12 +
+21 us on an H200 where torch takes 99 without the GELU, of four pictures 50 + 67 and 346.
 """
 
 from __future__ import annotations

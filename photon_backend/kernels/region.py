@@ -6,7 +6,8 @@ and both kinds in some twenty launches. A row whose next input is a token ends a
 Price: each program computes its row's features anew, 128 or 256 sines and cosines for 32 outputs, and each row reads
 the encoder's weights, 1 MB or 2 MB at Moondream 2's shape, which after the first row come from L2. The features are not
 worth a launch of their own, nor the weights a product of matrices: at 64 rows it is some 90 MB from L2 in a step that
-reads 12 GB. Launched as ever, after the end of `relay`, whose x it replaces.
+reads 12 GB. Measured on an H200 at 1, 4, 16 and 64 rows of coordinates and sizes: 2.2, 3.0, 5.5 and 15 us, in torch 41,
+43, 43 and 47. Launched as ever, after the end of `relay`, whose x it replaces.
 """
 
 from __future__ import annotations

@@ -163,15 +163,15 @@ def _put_value(values, out_values, row, b, first, second):
 
 @triton.jit
 def _take_values(
-    points, extents, point_values, extent_values, point_bins, extent_bins, values, out_values, row, b, coordinate, size,
-    POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
+    points, extents, point_line, extent_line, point_values, extent_values, point_bins, extent_bins, values, out_values,
+    row, b, coordinate, size, POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
 ):  # fmt: skip
     """What the region heads say of a row whose next input is a coordinate, or a size."""
     if coordinate:
-        value = tl.load(point_values + _first_bin(points + b * point_bins, point_bins, POINT_BINS))
+        value = tl.load(point_values + _first_bin(points + b * point_line, point_bins, POINT_BINS))
         _put_value(values, out_values, row, b, value, value)
     if size:
-        line_of_bins = extents + b * 2 * extent_bins
+        line_of_bins = extents + b * extent_line
         across = tl.load(extent_values + _first_bin(line_of_bins, extent_bins, EXTENT_BINS))
         down = tl.load(extent_values + _first_bin(line_of_bins + extent_bins, extent_bins, EXTENT_BINS))
         _put_value(values, out_values, row, b, across, down)
@@ -188,7 +188,7 @@ def _move_on(tables, base, row_tables, row, table_states, table_state, bound, to
 @triton.jit
 def _sample(
     rows, logits, legal, host_masks, tables, row_tables, table_states, states, traits, positions, think_until,
-    temperatures, top_ps, top_ks, seeds, points, extents, point_values, extent_values, scratch,
+    temperatures, top_ps, top_ks, seeds, points, extents, point_line, extent_line, point_values, extent_values, scratch,
     next_tokens, kinds, values, out_ids, out_values, width, words, point_bins, extent_bins,
     ANSWER: tl.constexpr, EOS: tl.constexpr, COORD: tl.constexpr, SIZE: tl.constexpr, TEXT_FIRST: tl.constexpr,
     SPATIAL: tl.constexpr, MASKED: tl.constexpr, W: tl.constexpr,
@@ -234,8 +234,8 @@ def _sample(
         token = tl.where(ends, EOS, token)
         coordinate = (coordinate & (ends == 0)) | (thinks & (token == COORD))
         _take_values(
-            points, extents, point_values, extent_values, point_bins, extent_bins, values, out_values, row, b,
-            coordinate, size, POINT_BINS, EXTENT_BINS,
+            points, extents, point_line, extent_line, point_values, extent_values, point_bins, extent_bins,
+            values, out_values, row, b, coordinate, size, POINT_BINS, EXTENT_BINS,
         )  # fmt: skip
         tl.store(kinds + row, tl.where(size, 2, tl.where(coordinate, 1, 0)).to(tl.int64))
     else:
@@ -285,6 +285,8 @@ class SampleKernel:
             rows.seed,
             points,
             extents,
+            points.stride(0),
+            extents.stride(0),
             *rows.bin_values,
             scratch,
             rows.next_token,
