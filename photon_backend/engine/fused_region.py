@@ -54,7 +54,7 @@ class FusedRegion:
         """As `runner.heads_in_torch`, in float32."""
         batch, bins = len(hidden), len(self._coordinate.bias)
         inner = linear(hidden, self._weight, self._bias, hidden.new_empty(batch, 2 * self._inner), gelu_from=0)
-        parts = torch.empty(SPLITS, batch, bins + 2 * self._bins, device=hidden.device)
+        parts = hidden.new_empty(SPLITS, batch, bins + 2 * self._bins, dtype=torch.float32)
         layers, outs = (self._coordinate, self._size), parts.split((bins, 2 * self._bins), -1)
         for half, layer, out in zip(inner.split(self._inner, 1), layers, outs, strict=True):
             linear_split(half, layer.weight, out, bias=layer.bias)
