@@ -166,7 +166,8 @@ def _take_values(
     points, extents, point_line, extent_line, point_values, extent_values, point_bins, extent_bins, values, out_values,
     row, b, coordinate, size, POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
 ):  # fmt: skip
-    """What the region heads say of a row whose next input is a coordinate, or a size."""
+    """What the region heads say of a row whose next input is a coordinate, or a size. The logits of two rows lie
+    point_line and extent_line elements apart."""
     if coordinate:
         value = tl.load(point_values + _first_bin(points + b * point_line, point_bins, POINT_BINS))
         _put_value(values, out_values, row, b, value, value)
