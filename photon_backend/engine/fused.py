@@ -81,7 +81,7 @@ class FusedText:
         for layer, block in enumerate(self.blocks):
             add_norm(x, parts, bias, block.ln.weight, block.ln.bias, normed)
             linear(normed, block.w_in, block.b_in, work, gelu_from=num_qkv, gap=width)
-            attention(work, *self.cache.flat(layer), positions, pages, self.rope, attended)
+            attention(work, *self.cache.flat(layer), positions, pages, self.rope, attended, ahead=layer > 0)
             parts, bias = linear_split(joined, block.w_out, sums, late=width), block.b_out
         add_norm(x, parts, bias, self.post_ln.weight, self.post_ln.bias, normed)
         linear(normed, self.lm_head.weight, self.lm_head.bias, logits)

@@ -1,4 +1,4 @@
-"""Rope, KV write and paged attention of a decode step in one kernel, with split-KV, and one to join the splits.
+"""Rope, KV write and paged attention of a decode step in one kernel, with split-KV, and one to join the splits, if any.
 
 Every (row, head) is cut into SPLITS stretches of its positions, so that one long row alone keeps the whole chip busy.
 The program whose stretch holds the newest position also rotates the new key, writes key and value to their page and
@@ -34,15 +34,38 @@ def rotate_head(base, e, cos, sin, HALF: tl.constexpr):
 
 
 @triton.jit
+def _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE: tl.constexpr, E: tl.constexpr):
+    """Keys and values of the positions s < end as they lie in the pages, [BLOCK, E] each; zeros elsewhere."""
+    inside = s < end
+    page = tl.load(pages + s // PAGE, inside, 0)
+    place = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + tl.arange(0, E)[None, :]
+    # past L1, which before the wait may hold what these addresses held earlier; nothing is read twice
+    k = tl.load(keys + place, inside[:, None], 0.0, cache_modifier=".cg")
+    v = tl.load(values + place, inside[:, None], 0.0, cache_modifier=".cg")
+    return k, v
+
+
+@triton.jit
+def _take(k, v, q, inside, top, total, acc):
+    """The running maximum, sum of weights and weighted sum, with a block more in them."""
+    score = tl.where(inside, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 0))
+    weight = tl.exp(score - new_top)
+    shrink = tl.exp(top - new_top)
+    total = total * shrink + tl.sum(weight, 0)
+    acc = acc * shrink + tl.sum(weight[:, None] * v.to(tl.float32), 0)
+    return new_top, total, acc
+
+
+@triton.jit
 def _attend(
     qkv, qkv_stride, keys, values, positions, table, table_stride, cos_table, sin_table,
-    part_out, part_max, part_sum, heads, kv_heads, scale,
+    part_out, part_max, part_sum, out, out_stride, heads, kv_heads, scale,
     SPLITS: tl.constexpr, PAGE: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
+    if EARLY and not AHEAD:
         gdc_wait()
-        gdc_launch_dependents()  # no sooner: `linear_split`, two kernels on, reads what this wait was for
     b = tl.program_id(0)
     h = tl.program_id(1)
     split = tl.program_id(2)
@@ -53,9 +76,15 @@ def _attend(
     stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
     begin = split * stretch
     end = tl.minimum(begin + stretch, position)  # the newest position is not read from its page
+    s = begin + tl.arange(0, BLOCK)
+    k, v = _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE, E)
     pair = tl.where(e < HALF, e, tl.where(e < 2 * HALF, e - HALF, 0))
     cos = tl.load(cos_table + position * HALF + pair)
     sin = tl.load(sin_table + position * HALF + pair)
+    if EARLY and AHEAD:
+        gdc_wait()
+    if EARLY:
+        gdc_launch_dependents()  # no sooner: `linear_split`, behind this kernel, reads what the wait was for
     line = qkv + b * qkv_stride
     dtype = keys.dtype.element_ty
     q = rotate_head(line + h * E, e, cos, sin, HALF).to(dtype).to(tl.float32) * scale
@@ -63,35 +92,30 @@ def _attend(
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((E,), tl.float32)
     if (begin <= position) & (position < begin + stretch):
-        k = rotate_head(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
-        v = tl.load(line + (heads + kv_heads + kv_head) * E + e)
+        new_k = rotate_head(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
+        new_v = tl.load(line + (heads + kv_heads + kv_head) * E + e)
         if h % (heads // kv_heads) == 0:
             page = tl.load(pages + position // PAGE)
             place = ((page * PAGE + position % PAGE) * kv_heads + kv_head) * E + e
-            tl.store(keys + place, k)
-            tl.store(values + place, v.to(dtype))
-        top = tl.zeros((1,), tl.float32) + tl.sum(q * k.to(tl.float32), 0)
+            tl.store(keys + place, new_k)
+            tl.store(values + place, new_v.to(dtype))
+        top = tl.zeros((1,), tl.float32) + tl.sum(q * new_k.to(tl.float32), 0)
         total = tl.full((1,), 1.0, tl.float32)
-        acc = v.to(tl.float32)
-    for s0 in range(begin, end, BLOCK):
+        acc = new_v.to(tl.float32)
+    if begin < end:
+        top, total, acc = _take(k, v, q, s < end, top, total, acc)
+    for s0 in range(begin + BLOCK, end, BLOCK):
         s = s0 + tl.arange(0, BLOCK)
-        inside = s < end
-        page = tl.load(pages + s // PAGE, inside, 0)
-        place = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + e[None, :]
-        k = tl.load(keys + place, inside[:, None], 0.0).to(tl.float32)
-        v = tl.load(values + place, inside[:, None], 0.0).to(tl.float32)
-        score = tl.where(inside, tl.sum(k * q[None, :], 1), float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 0))
-        weight = tl.exp(score - new_top)
-        shrink = tl.exp(top - new_top)
-        total = total * shrink + tl.sum(weight, 0)
-        acc = acc * shrink + tl.sum(weight[:, None] * v, 0)
-        top = new_top
-    part = (b * heads + h) * SPLITS + split
-    tl.store(part_out + part * E + e, acc)
-    one = tl.arange(0, 1)
-    tl.store(part_max + part + one, top)
-    tl.store(part_sum + part + one, total)
+        k, v = _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE, E)
+        top, total, acc = _take(k, v, q, s < end, top, total, acc)
+    if SPLITS == 1:
+        tl.store(out + b * out_stride + h * E + e, (acc / total).to(out.dtype.element_ty))
+    else:
+        part = (b * heads + h) * SPLITS + split
+        tl.store(part_out + part * E + e, acc)
+        one = tl.arange(0, 1)
+        tl.store(part_max + part + one, top)
+        tl.store(part_sum + part + one, total)
 
 
 @triton.jit
@@ -136,11 +160,16 @@ class DecodeAttention:
         table: Tensor,
         rope: tuple[Tensor, Tensor],
         out: Tensor,
+        ahead: bool = False,
     ) -> None:
         """Writes the new keys and values of a step and attends.
 
         qkv [B, (H + 2 K) E] before rope; keys, values [P * S, K, E] of one layer; positions int64 [B]; table int64
         [B, pages of each row]; rope: cos and sin float32 [context, rot_dim / 2]; out [B, H E].
+
+        `ahead`: read before the kernel just before has ended. Positions, table and the pages of older positions must
+        then be there before that kernel can start. From the second layer of a step on they are: the attention of the
+        layer before has waited for all that came before it, and only then released what follows.
         """
         batch = qkv.shape[0]
         _attend[(batch, self.heads, self.splits)](
@@ -155,6 +184,8 @@ class DecodeAttention:
             self.part_out,
             self.part_max,
             self.part_sum,
+            out,
+            out.stride(0),
             self.heads,
             self.kv_heads,
             self.head_dim**-0.5,
@@ -163,26 +194,30 @@ class DecodeAttention:
             E=self.head_dim,
             HALF=rope[0].shape[1],
             BLOCK=self.block,
+            AHEAD=ahead,
             num_warps=self.warps,
             **early_launch(out.device),
         )
-        _join[(batch, self.heads)](
-            self.part_out,
-            self.part_max,
-            self.part_sum,
-            out,
-            out.stride(0),
-            self.heads,
-            SPLITS=self.splits,
-            E=self.head_dim,
-            num_warps=1,
-            **early_launch(out.device),
-        )
+        if self.splits > 1:
+            _join[(batch, self.heads)](
+                self.part_out,
+                self.part_max,
+                self.part_sum,
+                out,
+                out.stride(0),
+                self.heads,
+                SPLITS=self.splits,
+                E=self.head_dim,
+                num_warps=1,
+                **early_launch(out.device),
+            )
 
 
 SHAPE: tuple[int, int, int] | None = None  # splits, BLOCK, warps for all launches; benchmarks set it
 
 
-def shape_for(batch: int, heads: int, programs: int = 2048) -> tuple[int, int, int]:
-    """Stretches per row, a power of two: about `programs` programs in all, 32 stretches at most; block; warps."""
-    return min(32, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 32, 1
+def shape_for(batch: int, heads: int) -> tuple[int, int, int]:
+    """Stretches per row, a power of two; block; warps. Many programs at small batches, whose first blocks are all that
+    they read: those are under way before the wait."""
+    programs = 4096 if batch * heads <= 256 else 2048
+    return min(16, triton.next_power_of_2(triton.cdiv(programs, batch * heads))), 32, 1
