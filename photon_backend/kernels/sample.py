@@ -1,6 +1,6 @@
-"""One kernel from logits to the next input of each row: mask, draw and transition, without a host round trip.
+"""Two kernels from logits to the next input of each row: mask, draw and transition, without a host round trip.
 
-The torch path beside it is `engine.sampler.sample_step`; tests compare the two, state by state.
+The torch path beside them is `engine.sampler.sample_step`; tests compare the two, state by state.
 
 Drawing needs neither a sort nor the threshold that top-p and top-k imply. A token is the argmax of logit / temperature
 + noise over the ids that they keep, and what they keep is everything from some weight upwards: an id stays when the
@@ -8,13 +8,12 @@ weights strictly above its own sum up to at most top_p and are fewer than top_k.
 stays, it is the answer, for no kept id is ahead of it. If not, nothing of its weight or less stays, and the argmax over
 the ids above it is the next candidate. The mass at or above a candidate is uniform in what was left, so a draw needs
 1 + ln(1 / top_p) candidates on average, 2.2 at top-p 0.3, each one pass over the row, where halving the bit pattern of
-the threshold took up to 31.
+the threshold took up to 31. The likeliest id needs none.
 
-One program per row. A row of 51,200 does not fit in its registers (64 a thread at 1,024 threads), so weights and noisy
-logits go to a scratch buffer that stays in L2.
-
-At Moondream 2's vocabulary on an H200, flat logits, top-p 0.3: 44 us at one row and 70 at 64, where torch takes 279 and
-919; greedy 9 and 9, where torch takes 280 and 857.
+The first kernel, `_survey`, cuts each row into chunks, so that the whole chip makes the noise: it masks, and leaves the
+legal logits, the noisy ones and what is highest in each chunk. In the second one a program for each row goes on from
+there. One program for all of it took 44 us at one row of Moondream 2's vocabulary on an H200 and 70 at 64, flat logits
+and top-p 0.3, where torch takes 279 and 919; now SURVEY_US.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ if TYPE_CHECKING:
     from photon_backend.engine.rows import Rows
     from photon_backend.engine.slots import DecodeSlot
 
-SHAPE: tuple[int, int] | None = None  # ids of a block, warps for all launches; benchmarks set it
+SHAPE: tuple[int, int] | None = None  # ids of a block, warps of a row's program; benchmarks set it
+CHUNK = 1024  # ids of a program of the survey, with 4 warps
 
 
 def shape_for(width: int) -> tuple[int, int]:
@@ -81,45 +81,72 @@ def _legal_logits(line, of_state, table, bound, host_mask, begin, width, words, 
 
 
 @triton.jit
-def _likeliest(line, of_state, table, bound, host_mask, width, words, MASKED: tl.constexpr, W: tl.constexpr):
-    """The legal id with the highest logit, the lowest such, and that logit."""
-    best = tl.full((W, 32), float("-inf"), tl.float32)
-    best_id = tl.zeros((W, 32), tl.int32)
-    for begin in range(0, words, W):
-        ids, value = _legal_logits(line, of_state, table, bound, host_mask, begin, width, words, MASKED, W)
-        best_id = tl.where(value > best, ids, best_id)
-        best = tl.maximum(best, value)
-    return _first(best, best_id), tl.max(best)
+def _survey(
+    rows, logits, legal, host_masks, tables, row_tables, table_states, states, traits, positions, temperatures, seeds,
+    scratch, highest, highest_ids, width, words, chunks,
+    SPATIAL: tl.constexpr, MASKED: tl.constexpr, W: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one row. scratch [B, 2, V]: logits, minus infinity where not legal, and in a row that draws logit /
+    temperature + noise; highest [B, 3, chunks]: the highest of each, and the sum of weights relative to the former."""
+    b = tl.program_id(0)
+    chunk = tl.program_id(1)
+    row = tl.load(rows + b)
+    state = tl.load(states + row)
+    trait = traits + state * 5
+    bound = tl.load(trait + 1) == 0
+    table = tables + tl.load(row_tables + row * 3) + width + tl.load(table_states + row) * words
+    line = logits + b.to(tl.int64) * width
+    ids, value = _legal_logits(
+        line, legal + state * words, table, bound, host_masks + b * words, chunk * W, width, words, MASKED, W
+    )
+    inside = ids < width
+    place = scratch + b.to(tl.int64) * 2 * width + ids
+    high = tl.max(value)
+    of_chunk = b * 3 * chunks + chunk
+    tl.store(highest + of_chunk, high)
+    tl.store(highest_ids + of_chunk, _first(value, ids))
+    temperature = tl.load(temperatures + row)
+    if _draws(temperature, trait, SPATIAL):
+        warm = tl.maximum(temperature, 1e-5)
+        chance = value / warm + _gumbel(_key(tl.load(seeds + row), tl.load(positions + row)), ids)
+        weight = tl.exp((value - tl.where(high == float("-inf"), 0.0, high)) / warm)
+        tl.store(place, value, inside)
+        tl.store(place + width, chance, inside)
+        tl.store(highest + of_chunk + chunks, tl.max(chance))
+        tl.store(highest_ids + of_chunk + chunks, _first(chance, ids))
+        tl.store(highest + of_chunk + 2 * chunks, tl.sum(tl.where(inside, weight, 0.0)))
+
+
+@triton.jit
+def _draws(temperature, trait, SPATIAL: tl.constexpr):
+    """Whether the row's token is drawn: neither the likeliest one nor, with coordinates, decided by its state."""
+    draws = temperature > 0.0
+    if SPATIAL:
+        draws = draws & (tl.load(trait + 3) == 0) & (tl.load(trait + 4) == 0)
+    return draws
+
+
+@triton.jit
+def _key(seed, position):
+    return _mix(_mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ _mix(position.to(tl.uint32)))
 
 
 @triton.jit
 def _draw(
-    line, of_state, table, bound, host_mask, width, words, high, temperature, top_p, top_k, key, weights, noisy,
-    MASKED: tl.constexpr, W: tl.constexpr,
+    values, highs, chances, chance_ids, sums, width, words, high, temperature, top_p, top_k, W: tl.constexpr
 ):  # fmt: skip
-    """The token that a row draws. `high` is its highest legal logit; weights and noisy: its lines of scratch."""
+    """The token that a row draws. `high` is its highest legal logit; values: its lines of scratch; highs, chances,
+    their ids and sums: what the survey says of each chunk."""
     lane = tl.arange(0, 32)
     warm = tl.maximum(temperature, 1e-5)
-    sums = tl.zeros((W, 32), tl.float32)
-    best = tl.full((W, 32), float("-inf"), tl.float32)
-    best_id = tl.zeros((W, 32), tl.int32)
-    for begin in range(0, words, W):
-        ids, value = _legal_logits(line, of_state, table, bound, host_mask, begin, width, words, MASKED, W)
-        weight = tl.exp((value - high) / warm)
-        chance = value / warm + _gumbel(key, ids)
-        tl.store(weights + ids, weight, ids < width)
-        tl.store(noisy + ids, chance, ids < width)
-        sums += tl.where(ids < width, weight, 0.0)
-        best_id = tl.where(chance > best, ids, best_id)
-        best = tl.maximum(best, chance)
-    total = tl.sum(sums)
-    token = _first(best, best_id)
-    tl.debug_barrier()  # what follows reads what other threads of this program stored
-    weight = tl.load(weights + token)
+    total = tl.sum(sums * tl.exp((highs - high) / warm))
+    token = _first(chances, chance_ids)
     allowed = top_p * total
     wide = (top_p >= 1.0) & (top_k == 0)
     narrow = (allowed < 1.0) | (top_k == 1)  # the likeliest alone passes: only ids of its weight, 1, stay
     sound = total == total  # not so where a logit is NaN or infinite, or none is legal
+    token = tl.where(sound, token, 0)
+    weight = tl.exp((tl.load(values + token) - high) / warm)
     searching = (weight < 1.0) & (wide == 0) & sound
     while searching:
         bar = tl.where(narrow, 0.99999994, weight)
@@ -129,8 +156,8 @@ def _draw(
         best_id = tl.zeros((W, 32), tl.int32)
         for begin in range(0, words, W):
             ids = (begin + tl.arange(0, W))[:, None] * 32 + lane[None, :]
-            weight_there = tl.load(weights + ids, ids < width, 0.0)
-            chance = tl.load(noisy + ids, ids < width, float("-inf"))
+            weight_there = tl.exp((tl.load(values + ids, ids < width, float("-inf")) - high) / warm)
+            chance = tl.load(values + width + ids, ids < width, float("-inf"))
             above = weight_there > bar
             masses += tl.where(above, weight_there, 0.0)
             counts += above.to(tl.int32)
@@ -139,9 +166,9 @@ def _draw(
             best = tl.maximum(best, chance)
         stays = (tl.sum(masses) <= allowed) & ((top_k == 0) | (tl.sum(counts) < top_k))
         token = tl.where(stays, token, _first(best, best_id))
-        weight = tl.load(weights + token)
+        weight = tl.exp((tl.load(values + token) - high) / warm)
         searching = (weight < 1.0) & (stays == 0)
-    return tl.where(sound, token, 0)
+    return token
 
 
 @triton.jit
@@ -188,13 +215,14 @@ def _move_on(tables, base, row_tables, row, table_states, table_state, bound, to
 
 @triton.jit
 def _sample(
-    rows, logits, legal, host_masks, tables, row_tables, table_states, states, traits, positions, think_until,
-    temperatures, top_ps, top_ks, seeds, points, extents, point_line, extent_line, point_values, extent_values, scratch,
-    next_tokens, kinds, values, out_ids, out_values, width, words, point_bins, extent_bins,
+    rows, tables, row_tables, table_states, states, traits, positions, think_until, temperatures, top_ps, top_ks,
+    scratch, highest, highest_ids, points, extents, point_line, extent_line, point_values, extent_values,
+    next_tokens, kinds, values, out_ids, out_values, width, words, chunks, point_bins, extent_bins,
     ANSWER: tl.constexpr, EOS: tl.constexpr, COORD: tl.constexpr, SIZE: tl.constexpr, TEXT_FIRST: tl.constexpr,
-    SPATIAL: tl.constexpr, MASKED: tl.constexpr, W: tl.constexpr,
+    SPATIAL: tl.constexpr, W: tl.constexpr, CHUNKS: tl.constexpr,
     POINT_BINS: tl.constexpr, EXTENT_BINS: tl.constexpr,
 ):  # fmt: skip
+    """The rest of one row: the token, its value, its automaton's state and what the row feeds next."""
     b = tl.program_id(0)
     row = tl.load(rows + b)
     state = tl.load(states + row)
@@ -207,24 +235,22 @@ def _sample(
     bound = thinks == 0  # the token automaton holds
     base = tl.load(row_tables + row * 3)
     table_state = tl.load(table_states + row)
-    table = tables + base + width + table_state * words
-    line = logits + b.to(tl.int64) * width
-    of_state = legal + state * words
-    host_mask = host_masks + b * words
 
-    token, high = _likeliest(line, of_state, table, bound, host_mask, width, words, MASKED, W)
-    temperature = tl.load(temperatures + row)
-    draws = temperature > 0.0
-    if SPATIAL:  # such a row's token is decided by its state
+    chunk = tl.arange(0, CHUNKS)
+    there = chunk < chunks
+    place = b * 3 * chunks + chunk
+    highs = tl.load(highest + place, there, float("-inf"))
+    token = _first(highs, tl.load(highest_ids + place, there, 2147483647))
+    if SPATIAL:
         ends = (tl.load(trait + 2) != 0) & (token == EOS)
-        draws = draws & (coordinate == 0) & (size == 0)
-    if draws:
-        seed = tl.load(seeds + row)
-        key = _mix(_mix(seed.to(tl.uint32)) ^ (seed >> 32).to(tl.uint32)) ^ _mix(position.to(tl.uint32))
-        weights = scratch + b.to(tl.int64) * 2 * width
+    temperature = tl.load(temperatures + row)
+    if _draws(temperature, trait, SPATIAL):
+        chances = tl.load(highest + place + chunks, there, float("-inf"))
+        chance_ids = tl.load(highest_ids + place + chunks, there, 2147483647)
+        sums = tl.load(highest + place + 2 * chunks, there, 0.0)
         token = _draw(
-            line, of_state, table, bound, host_mask, width, words, high, temperature, tl.load(top_ps + row),
-            tl.load(top_ks + row), _mix(key), weights, weights + width, MASKED, W,
+            scratch + b.to(tl.int64) * 2 * width, highs, chances, chance_ids, sums, width, words, tl.max(highs),
+            temperature, tl.load(top_ps + row), tl.load(top_ks + row), W,
         )  # fmt: skip
 
     if SPATIAL:
@@ -250,7 +276,7 @@ def _sample(
 
 
 class SampleKernel:
-    """Launches the kernel for the rows of a step; knows where their state lies."""
+    """Launches the kernels for the rows of a step; knows where their state lies."""
 
     def __init__(self, rows: Rows) -> None:
         """All tensors of `rows` must stay where they are."""
@@ -266,9 +292,11 @@ class SampleKernel:
         width, words = slot.logits.shape[1], slot.mask.shape[1]
         points, extents = region or (slot.logits, slot.logits)
         bins = points.shape[-1], extents.shape[-1]
-        scratch = torch.empty(number, 2, width, dtype=torch.float32, device=slot.logits.device)
-        block, warps = shape_for(width)
-        _sample[(number,)](
+        device, chunks = slot.logits.device, triton.cdiv(width, CHUNK)
+        scratch = torch.empty(number, 2, width, dtype=torch.float32, device=device)
+        highest = torch.empty(number, 3, chunks, dtype=torch.float32, device=device)
+        highest_ids = torch.empty(number, 3, chunks, dtype=torch.int32, device=device)
+        _survey[(number, chunks)](
             slot.rows,
             slot.logits,
             rows.legal,
@@ -279,17 +307,40 @@ class SampleKernel:
             rows.state,
             self._traits,
             rows.position,
+            rows.temperature,
+            rows.seed,
+            scratch,
+            highest,
+            highest_ids,
+            width,
+            words,
+            chunks,
+            SPATIAL=region is not None,
+            MASKED=masked,
+            W=CHUNK // 32,
+            num_warps=4,
+        )
+        block, warps = shape_for(width)
+        _sample[(number,)](
+            slot.rows,
+            rows.automata.tables.buffer,
+            rows.automata.row_values,
+            rows.automata.state,
+            rows.state,
+            self._traits,
+            rows.position,
             rows.think_until,
             rows.temperature,
             rows.top_p,
             rows.top_k,
-            rows.seed,
+            scratch,
+            highest,
+            highest_ids,
             points,
             extents,
             points.stride(0),
             extents.stride(0),
             *rows.bin_values,
-            scratch,
             rows.next_token,
             rows.kind,
             rows.value,
@@ -297,6 +348,7 @@ class SampleKernel:
             slot.values,
             width,
             words,
+            chunks,
             *bins,
             ANSWER=ids.answer_id,
             EOS=ids.eos_id,
@@ -304,8 +356,8 @@ class SampleKernel:
             SIZE=ids.size_id,
             TEXT_FIRST=int(State.TEXT_FIRST),
             SPATIAL=region is not None,
-            MASKED=masked,
             W=block // 32,
+            CHUNKS=triton.next_power_of_2(chunks),
             POINT_BINS=triton.next_power_of_2(bins[0]) if region is not None else 1,
             EXTENT_BINS=triton.next_power_of_2(bins[1]) if region is not None else 1,
             num_warps=warps,

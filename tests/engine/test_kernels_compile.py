@@ -31,19 +31,29 @@ def typed(**names: str) -> dict[str, str]:
     return {name: kinds[kind] for kind, line in names.items() for name in line.split()}
 
 
-@pytest.mark.parametrize(("masked", "heads"), [(False, None), (True, None), (False, BF16), (True, "*fp64")])
-def test_sample(masked: bool, heads: str | None) -> None:
+@pytest.mark.parametrize("masked", [False, True])
+def test_survey(masked: bool) -> None:
     types = typed(
-        i64="rows row_tables table_states states traits positions think_until top_ks seeds next_tokens kinds out_ids",
-        fp32="logits temperatures top_ps points extents point_values extent_values scratch values out_values",
-        i32="legal host_masks tables",
+        i64="rows row_tables table_states states traits positions seeds", fp32="logits temperatures scratch highest",
+        i32="legal host_masks tables highest_ids",
+    )  # fmt: skip
+    constants = {"SPATIAL": masked, "MASKED": masked, "W": sample.CHUNK // 32}
+    assert "ld.global.v4" in compiled(sample._survey, constants, 4, types)  # logits come 16 bytes at a time
+
+
+@pytest.mark.parametrize("heads", [None, BF16, FP32])
+def test_sample(heads: str | None) -> None:
+    types = typed(
+        i64="rows row_tables table_states states traits positions think_until top_ks next_tokens kinds out_ids",
+        fp32="temperatures top_ps points extents point_values extent_values scratch highest values out_values",
+        i32="tables highest_ids",
     )
     if heads is not None:
         types |= {"points": heads, "extents": heads}
     block, warps = sample.shape_for(51_200)
     constants = {"ANSWER": 3, "EOS": 0, "COORD": 5, "SIZE": 6, "TEXT_FIRST": 0, "SPATIAL": heads is not None}
-    constants |= {"MASKED": masked, "W": block // 32, "POINT_BINS": 1024, "EXTENT_BINS": 1024}
-    assert "ld.global.v4" in compiled(sample._sample, constants, warps, types)  # logits come 16 bytes at a time
+    constants |= {"W": block // 32, "CHUNKS": 64, "POINT_BINS": 1024, "EXTENT_BINS": 1024}
+    assert "ld.global.v4" in compiled(sample._sample, constants, warps, types)  # so does what the survey left
 
 
 def test_relay() -> None:

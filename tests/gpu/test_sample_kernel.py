@@ -32,9 +32,10 @@ SEEDS = [5, 2**33 + 1, 2**62 + 2**40, -1]
 
 @pytest.fixture(params=["one block", "many"])
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's own shape, and one whose blocks do not divide the vocabulary."""
+    """The kernels' own shapes, and others, of which more go into a row and do not divide it."""
     if request.param == "many":
         monkeypatch.setattr(kernel, "SHAPE", (2048, 8) if ON_GPU else (64, 4))
+        monkeypatch.setattr(kernel, "CHUNK", 512 if ON_GPU else 64)
 
 
 class Batch:
