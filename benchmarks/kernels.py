@@ -261,7 +261,7 @@ def prefills(config: ModelConfig, batch: int) -> dict[str, Work]:
 
 
 def samplers(config: ModelConfig, batch: int) -> dict[str, Work]:
-    """Mask, draw and transition of a step in one launch, and the same in torch operations."""
+    """Mask, draw and transition of a step in two launches, and the same in torch operations."""
     works: dict[str, Work] = {}
     for name, changes in SAMPLERS.items():
         for way in ("sample", "torch"):

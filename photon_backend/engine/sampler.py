@@ -1,4 +1,4 @@
-"""Sampling: masks, token ids, transitions. In plain torch, the path that stays; `kernels.sample` does it in one launch.
+"""Sampling: masks, token ids, transitions. In plain torch, the path that stays; `kernels.sample` needs two launches.
 
 A sample depends on its logits, its options, its seed and its position, and on nothing else: not on the batch, the row
 or the overlap. So the random number is a hash of (seed, position, id), not the state of a generator, and a token is

@@ -37,9 +37,9 @@ def rotate_head(base, e, cos, sin, HALF: tl.constexpr):
 def _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE: tl.constexpr, E: tl.constexpr):
     """Keys and values of the positions s < end as they lie in the pages, [BLOCK, E] each; zeros elsewhere."""
     inside = s < end
-    page = tl.load(pages + s // PAGE, inside, 0)
+    # past L1, which before the wait may hold what these addresses held earlier
+    page = tl.load(pages + s // PAGE, inside, 0, cache_modifier=".cg")
     place = ((page * PAGE + s % PAGE) * kv_heads + kv_head)[:, None] * E + tl.arange(0, E)[None, :]
-    # past L1, which before the wait may hold what these addresses held earlier; nothing is read twice
     k = tl.load(keys + place, inside[:, None], 0.0, cache_modifier=".cg")
     v = tl.load(values + place, inside[:, None], 0.0, cache_modifier=".cg")
     return k, v
@@ -70,7 +70,7 @@ def _attend(
     h = tl.program_id(1)
     split = tl.program_id(2)
     kv_head = h // (heads // kv_heads)
-    position = tl.load(positions + b)
+    position = tl.load(positions + b, cache_modifier=".cg")
     pages = table + b * table_stride
     e = tl.arange(0, E)
     stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
@@ -139,7 +139,7 @@ def _join(
 
 
 class DecodeAttention:
-    """Launches both kernels for a batch of B rows; its scratch buffers are allocated once."""
+    """Launches the kernels for a batch of B rows; its scratch buffers are allocated once."""
 
     def __init__(
         self, batch: int, heads: int, kv_heads: int, head_dim: int, page_size: int, device: torch.device

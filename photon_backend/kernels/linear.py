@@ -115,7 +115,7 @@ def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int | None = None
 
     Of x only the first `late` columns may be written by the kernel just before (None: all of them). The others are read
     without a wait, so they must be there before that kernel can start: behind attention they are, whose first kernel
-    waits for everything before it and only then releases its second.
+    waits for everything before it and only then releases what follows.
 
     The sum is left to what comes after, in a fixed order (`norm.add_norm` adds up what it needs anyway): atomics would
     make a token depend on timing.

@@ -166,8 +166,9 @@ def _draw(
             best = tl.maximum(best, chance)
         stays = (tl.sum(masses) <= allowed) & ((top_k == 0) | (tl.sum(counts) < top_k))
         token = tl.where(stays, token, _first(best, best_id))
-        weight = tl.exp((tl.load(values + token) - high) / warm)
-        searching = (weight < 1.0) & (stays == 0)
+        before, weight = weight, tl.exp((tl.load(values + token) - high) / warm)
+        # the last: no id twice, even should a compiler make two exponentials of one logit that differ
+        searching = (weight < 1.0) & (stays == 0) & (weight > before)
     return token
 
 

@@ -75,9 +75,11 @@ def test_add_norm(splits, width):
     assert distance(x, expected_x) < 1e-3 and distance(normed, expected) < 5e-3
 
 
+@pytest.mark.parametrize("shape", [None, (1, 32, 1), (4, 16, 1)])
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "head_dim"), ATTENTIONS)
-def test_decode_attention(batch, heads, kv_heads, head_dim):
+def test_decode_attention(batch, heads, kv_heads, head_dim, shape, monkeypatch):
     """Rows of all lengths, shuffled pages, rows not in batch order; what is written to the pages counts as well."""
+    monkeypatch.setattr("photon_backend.kernels.attention.SHAPE", shape)
     config = TextConfig(dim=heads * head_dim, n_heads=heads, n_kv_heads=kv_heads, n_layers=1, max_context=512)
     generator = torch.Generator().manual_seed(batch)
     num_rows, per_row, size = batch + 2, 32, 16

@@ -11,6 +11,7 @@ import torch
 from photon_backend.engine.fused import FusedText
 from photon_backend.engine.fused_region import FusedRegion
 from photon_backend.engine.kv_cache import KVCache
+from photon_backend.kernels.relay import relay
 from photon_backend.model.config import ModelConfig, TextConfig
 from photon_backend.model.crops import make_crops
 from photon_backend.model.generate import generate
@@ -69,39 +70,46 @@ def test_early_launch_changes_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch)
 def _forward(
     model: Moondream, rows: int, monkeypatch: pytest.MonkeyPatch, early: bool, pages: int = 40
 ) -> torch.Tensor:
-    """What the heads say, of language and of regions, after five steps in one graph. Every third row is fed what the
-    step before left, the others a coordinate or a size."""
+    """What the heads say, of language and of regions, after five steps in one graph. Every third row is fed the token
+    that it chose, the others a coordinate or a size. What the run before the capture left in memory is wrong for the
+    graph: positions lie in other pages, and those that the steps will write hold noise."""
     config = model.config.text
     monkeypatch.setattr("photon_backend.kernels.early.ENABLED", early)
     cache = KVCache(config, rows * pages, 16, torch.device("cuda"), torch.bfloat16)
-    torch.manual_seed(0)
-    cache.k.normal_()
-    cache.v.normal_()
     fused, region = FusedText(model.text, cache), FusedRegion(model.region)
-    row, value = torch.arange(rows, device="cuda"), torch.rand(rows, 2, device="cuda")
-    table = torch.arange(rows * pages, device="cuda").reshape(rows, pages)
-    x = torch.randn(rows, config.dim, device="cuda", dtype=torch.bfloat16)
-    logits, position = torch.empty(rows, config.vocab_size, device="cuda"), torch.full((rows,), 500, device="cuda")
+    row, table = torch.arange(rows, device="cuda"), torch.arange(rows * pages, device="cuda").reshape(rows, pages)
+    token, position = torch.empty_like(row), torch.empty_like(row)
+    value, x = torch.empty(rows, 2, device="cuda"), torch.empty(rows, config.dim, device="cuda", dtype=torch.bfloat16)
+    logits = torch.empty(rows, config.vocab_size, device="cuda")
     bins = torch.empty(rows, 3, model.config.region.size_bins, device="cuda")  # as many of a coordinate
+
+    def begin() -> None:
+        torch.manual_seed(0)
+        for noise in (cache.k, cache.v, value):
+            noise.normal_()
+        position.fill_(500)
+        token.fill_(7)
+        torch.cuda.synchronize()  # the other stream does not wait for what was made on this one
 
     def steps() -> None:
         for _ in range(5):
+            positions, lines = relay(row, token, position, table, model.text.wte, rows, x)
             region.encode(row, row % 3, value, x)
-            fused.forward(x, position, table, logits)
+            fused.forward(x, positions, lines, logits)
             points, extents = region.heads(x)
             bins[:, 0].copy_(points)
             bins[:, 1:].copy_(extents)
-            position.add_(1)
+            token.copy_(logits.argmax(-1))
 
-    stream, graph, start = torch.cuda.Stream(), torch.cuda.CUDAGraph(), x.clone()
-    torch.cuda.synchronize()  # the other stream does not wait for what was made on this one
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    begin()
     with torch.cuda.stream(stream):
         steps()
     torch.cuda.synchronize()
-    x.copy_(start)
-    position.fill_(500)
     with torch.cuda.graph(graph, stream=stream):
         steps()
+    table.copy_(table.flip(1))
+    begin()
     graph.replay()
     torch.cuda.synchronize()  # before the graph's memory goes
     return torch.cat([logits, bins.flatten(1)], 1)
