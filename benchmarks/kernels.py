@@ -139,7 +139,7 @@ def attention(config: TextConfig, batch: int, context: int) -> tuple[Callable[[]
     def work() -> None:
         launch = DecodeAttention(batch, config.n_heads, config.n_kv_heads, config.head_dim, 16, cache.k.device)
         for layer in range(config.n_layers):
-            launch(qkv, *cache.flat(layer), position, table, rope, out)
+            launch(qkv, *cache.flat(layer), position, table, rope, out, ahead=layer > 0)
 
     return work, kernel_twins.decode_attention(config, cache, table, position, qkv)
 
@@ -310,7 +310,7 @@ def place_any(tables: AutomatonTables) -> tuple[int, int, int]:
 
 SWEEPS: dict[ModuleType, list[tuple[int, ...]]] = {
     linear_module: list(itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))),
-    attention_module: list(itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2))),
+    attention_module: list(itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2), (1, 2))),
     norm_module: [(4,), (8,), (16,), (32,)],
     prefill_module: list(itertools.product((32, 64, 128), (4, 8), (2, 3, 4))),
     sample_module: [(b, w) for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16, 32) if 4 <= b // w // 32 <= 32],

@@ -37,8 +37,8 @@ CHUNK = 1024  # ids of a program of the survey, with 4 warps
 
 def shape_for(width: int) -> tuple[int, int]:
     """Ids of a block, warps."""
-    block = min(4096, max(32, triton.next_power_of_2(width)))
-    return SHAPE or (block, min(32, max(4, block // 256)))
+    block = min(2048, max(32, triton.next_power_of_2(width)))
+    return SHAPE or (block, min(32, max(4, block // 64)))
 
 
 @triton.jit
@@ -142,11 +142,12 @@ def _draw(
     total = tl.sum(sums * tl.exp((highs - high) / warm))
     token = _first(chances, chance_ids)
     allowed = top_p * total
+    scale = 1.4426950408889634 / warm  # weights are powers of two: no division for each id
     wide = (top_p >= 1.0) & (top_k == 0)
     narrow = (allowed < 1.0) | (top_k == 1)  # the likeliest alone passes: only ids of its weight, 1, stay
     sound = total == total  # not so where a logit is NaN or infinite, or none is legal
     token = tl.where(sound, token, 0)
-    weight = tl.exp((tl.load(values + token) - high) / warm)
+    weight = tl.exp2((tl.load(values + token) - high) * scale)
     searching = (weight < 1.0) & (wide == 0) & sound
     while searching:
         bar = tl.where(narrow, 0.99999994, weight)
@@ -156,7 +157,7 @@ def _draw(
         best_id = tl.zeros((W, 32), tl.int32)
         for begin in range(0, words, W):
             ids = (begin + tl.arange(0, W))[:, None] * 32 + lane[None, :]
-            weight_there = tl.exp((tl.load(values + ids, ids < width, float("-inf")) - high) / warm)
+            weight_there = tl.exp2((tl.load(values + ids, ids < width, float("-inf")) - high) * scale)
             chance = tl.load(values + width + ids, ids < width, float("-inf"))
             above = weight_there > bar
             masses += tl.where(above, weight_there, 0.0)
@@ -166,7 +167,7 @@ def _draw(
             best = tl.maximum(best, chance)
         stays = (tl.sum(masses) <= allowed) & ((top_k == 0) | (tl.sum(counts) < top_k))
         token = tl.where(stays, token, _first(best, best_id))
-        before, weight = weight, tl.exp((tl.load(values + token) - high) / warm)
+        before, weight = weight, tl.exp2((tl.load(values + token) - high) * scale)
         # the last: no id twice, even should a compiler make two exponentials of one logit that differ
         searching = (weight < 1.0) & (stays == 0) & (weight > before)
     return token

@@ -53,7 +53,7 @@ def test_sample(heads: str | None) -> None:
     block, warps = sample.shape_for(51_200)
     constants = {"ANSWER": 3, "EOS": 0, "COORD": 5, "SIZE": 6, "TEXT_FIRST": 0, "SPATIAL": heads is not None}
     constants |= {"W": block // 32, "CHUNKS": 64, "POINT_BINS": 1024, "EXTENT_BINS": 1024}
-    assert "ld.global.v4" in compiled(sample._sample, constants, warps, types)  # so does what the survey left
+    assert "ld.global.v2" in compiled(sample._sample, constants, warps, types)  # so does what the survey left
 
 
 def test_relay() -> None:
@@ -88,15 +88,17 @@ def test_the_number_of_rows_compiles_nothing_anew() -> None:
     assert [p.name for p in linear._linear.params if p.do_not_specialize] == ["m_rows"]
 
 
-@pytest.mark.parametrize(("splits", "ahead"), [(16, True), (16, False), (1, True)])
-def test_attention(splits: int, ahead: bool) -> None:
+@pytest.mark.parametrize(("splits", "stages", "ahead"), [(16, 1, True), (16, 1, False), (1, 2, True)])
+def test_attention(splits: int, stages: int, ahead: bool) -> None:
     parts = "part_out part_max part_sum"
     types = typed(bf16="qkv keys values out", i64="positions table", fp32=f"cos_table sin_table {parts}")
-    shape = {"SPLITS": splits, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 32, "EARLY": True, "AHEAD": ahead}
+    shape = {"SPLITS": splits, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 32}
+    shape |= {"STAGES": stages, "EARLY": True, "AHEAD": ahead}
     ptx = compiled(attention._attend, shape, 1, types | {"scale": "fp32"})
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
     assert ("ld.global" in before_the_wait) == ahead and "st.global" not in before_the_wait
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
+    assert ("cp.async.cg" in ptx) == (stages > 1) and "cp.async" not in before_the_wait
     assert compiled(attention._join, {"SPLITS": 16, "E": 64, "EARLY": True}, 1, typed(bf16="out", fp32=parts))
 
 
