@@ -62,7 +62,7 @@ def _attend(
     qkv, qkv_stride, keys, values, positions, table, table_stride, cos_table, sin_table,
     part_out, part_max, part_sum, out, out_stride, heads, kv_heads, scale,
     SPLITS: tl.constexpr, PAGE: tl.constexpr, E: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    NEXT: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     if EARLY and not AHEAD:
         gdc_wait()
@@ -102,12 +102,19 @@ def _attend(
         top = tl.zeros((1,), tl.float32) + tl.sum(q * new_k.to(tl.float32), 0)
         total = tl.full((1,), 1.0, tl.float32)
         acc = new_v.to(tl.float32)
-    if begin < end:
-        top, total, acc = _take(k, v, q, s < end, top, total, acc)
-    for s0 in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
-        s = s0 + tl.arange(0, BLOCK)
-        k, v = _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE, E)
-        top, total, acc = _take(k, v, q, s < end, top, total, acc)
+    if NEXT == "registers":
+        for s0 in range(begin, end, BLOCK):
+            s = s0 + tl.arange(0, BLOCK)
+            top, total, acc = _take(k, v, q, s < end, top, total, acc)
+            k, v = _read(keys, values, pages, s + BLOCK, end, kv_head, kv_heads, PAGE, E)
+    else:
+        if begin < end:
+            top, total, acc = _take(k, v, q, s < end, top, total, acc)
+        STAGES: tl.constexpr = 2 if NEXT == "shared" else 1
+        for s0 in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
+            s = s0 + tl.arange(0, BLOCK)
+            k, v = _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE, E)
+            top, total, acc = _take(k, v, q, s < end, top, total, acc)
     if SPLITS == 1:
         tl.store(out + b * out_stride + h * E + e, (acc / total).to(out.dtype.element_ty))
     else:
@@ -145,7 +152,7 @@ class DecodeAttention:
         self, batch: int, heads: int, kv_heads: int, head_dim: int, page_size: int, device: torch.device
     ) -> None:
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
-        self.splits, self.block, self.warps, self.stages = SHAPE or shape_for(batch, heads)
+        self.splits, self.block, self.warps, self.next = SHAPE or shape_for(batch, heads)
         parts = (batch, heads, self.splits)
         self.part_out = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
         self.part_max = torch.empty(parts, dtype=torch.float32, device=device)
@@ -194,7 +201,7 @@ class DecodeAttention:
             E=self.head_dim,
             HALF=rope[0].shape[1],
             BLOCK=self.block,
-            STAGES=self.stages,
+            NEXT=self.next,
             AHEAD=ahead,
             num_warps=self.warps,
             **early_launch(out.device),
@@ -214,15 +221,18 @@ class DecodeAttention:
             )
 
 
-SHAPE: tuple[int, int, int, int] | None = None  # splits, BLOCK, warps, stages for all launches; benchmarks set it
+SHAPE: tuple[int, int, int, str] | None = None  # splits, BLOCK, warps, NEXT for all launches; benchmarks set it
 
 
-def shape_for(batch: int, heads: int) -> tuple[int, int, int, int]:
-    """Stretches per row, a power of two; block; warps; blocks of the loop that are under way at a time.
+def shape_for(batch: int, heads: int) -> tuple[int, int, int, str]:
+    """Stretches per row, a power of two; block; warps; where a loop's next block lies while it takes one: in
+    "registers", "shared" memory or nowhere ("").
 
-    Small batches: many programs that read little more than their first block, which is under way before the wait; a
-    second stage would cost them 10 % (4 rows). Larger ones live on their loops, which gain 5 to 7 % by one.
+    Small batches: many programs that read little more than their first block, which is under way before the wait. A
+    block more in registers lets half as many run at a time. Up to 64 (row, head) pairs those are all there are, and
+    rows of 1,900 positions gain 6 % of a forward; four rows of 800 would lose 7 %, and 10 % by shared memory. Larger
+    batches live on their loops, and shared memory gives them 5 to 7 %.
     """
-    few = batch * heads <= 256
-    splits = triton.next_power_of_2(triton.cdiv(4096 if few else 2048, batch * heads))
-    return min(16, splits), 32, 1, 1 if few else 2
+    pairs = batch * heads
+    splits = min(16, triton.next_power_of_2(triton.cdiv(4096 if pairs <= 256 else 2048, pairs)))
+    return splits, 32, 1, "registers" if pairs <= 64 else "" if pairs <= 256 else "shared"

@@ -88,17 +88,20 @@ def test_the_number_of_rows_compiles_nothing_anew() -> None:
     assert [p.name for p in linear._linear.params if p.do_not_specialize] == ["m_rows"]
 
 
-@pytest.mark.parametrize(("splits", "stages", "ahead"), [(16, 1, True), (16, 1, False), (1, 2, True)])
-def test_attention(splits: int, stages: int, ahead: bool) -> None:
+@pytest.mark.parametrize(
+    ("splits", "following", "ahead"),
+    [(16, "registers", True), (16, "", True), (16, "", False), (1, "shared", True)],
+)
+def test_attention(splits: int, following: str, ahead: bool) -> None:
     parts = "part_out part_max part_sum"
     types = typed(bf16="qkv keys values out", i64="positions table", fp32=f"cos_table sin_table {parts}")
     shape = {"SPLITS": splits, "PAGE": 16, "E": 64, "HALF": 16, "BLOCK": 32}
-    shape |= {"STAGES": stages, "EARLY": True, "AHEAD": ahead}
+    shape |= {"NEXT": following, "EARLY": True, "AHEAD": ahead}
     ptx = compiled(attention._attend, shape, 1, types | {"scale": "fp32"})
     before_the_wait = ptx[: ptx.index("griddepcontrol.wait")]
     assert ("ld.global" in before_the_wait) == ahead and "st.global" not in before_the_wait
     assert ptx.index("griddepcontrol.wait") < ptx.index("griddepcontrol.launch_dependents")
-    assert ("cp.async.cg" in ptx) == (stages > 1) and "cp.async" not in before_the_wait
+    assert ("cp.async.cg" in ptx) == (following == "shared") and "cp.async" not in before_the_wait
     assert compiled(attention._join, {"SPLITS": 16, "E": 64, "EARLY": True}, 1, typed(bf16="out", fp32=parts))
 
 
