@@ -6,10 +6,11 @@ each second layer reads its half of what that one leaves, and a sum ends both. T
 of the merged ones, so no weight exists twice. The values in a prompt are encoded by the modules, and its sample takes
 these heads.
 
-Price: both heads run for every row of a step in which some row may take a value, 117 MB of weights at Moondream 2's
-shape, 28 us at 4.2 TB/s. The second layers have few outputs, 1,024 and 2,048 of 8,192 inputs, so their K is split: one
-program for all of K leaves the memory idle. Measured on an H200 at 1, 4, 16 and 64 rows: 37, 38, 39 and 46 us for the
-heads, in torch 49, 51, 53 and 56; with K in one piece 61, 61, 61 and 83.
+Price: where some row may take a value the heads run for all rows of a step, 117 MB of weights at Moondream 2's shape,
+28 us at 4.2 TB/s. A head that no row's state asks for is not read: one row asks for one at a time.
+The second layers have few outputs, 1,024 and 2,048 of 8,192 inputs, so their K is split: one program for all of K leaves
+the memory idle. Measured on an H200 at 1, 4, 16 and 64 rows: 37, 38, 39 and 46 us for both heads, in torch 49, 51, 53
+and 56; with K in one piece 61, 61, 61 and 83.
 
 The slow path is `encode_in_torch` and `heads_in_torch` in runner.py; tests compare the two.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from photon_backend.kernels.linear import linear, linear_split
+from photon_backend.kernels.linear import Asked, linear, linear_split
 from photon_backend.kernels.region import encode_values
 from photon_backend.model.region import Region
 
@@ -50,13 +51,14 @@ class FusedRegion:
         """As `runner.encode_in_torch`."""
         encode_values(row, kind, value, self._coord_encoder, self._size_encoder, x)
 
-    def heads(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    def heads(self, hidden: Tensor, asked: Asked | None = None) -> tuple[Tensor, Tensor]:
         """As `runner.heads_in_torch`, in float32."""
         batch, bins = len(hidden), len(self._coordinate.bias)
-        inner = linear(hidden, self._weight, self._bias, hidden.new_empty(batch, 2 * self._inner), gelu_from=0)
+        inner = linear(hidden, self._weight, self._bias, hidden.new_empty(batch, 2 * self._inner), 0, asked=asked)
         parts = hidden.new_empty(SPLITS, batch, bins + 2 * self._bins, dtype=torch.float32)
         layers, outs = (self._coordinate, self._size), parts.split((bins, 2 * self._bins), -1)
-        for half, layer, out in zip(inner.split(self._inner, 1), layers, outs, strict=True):
-            linear_split(half, layer.weight, out, bias=layer.bias)
+        for i, (half, layer, out) in enumerate(zip(inner.split(self._inner, 1), layers, outs, strict=True)):
+            of_layer = asked and (*asked[:2], asked[2][i : i + 1])
+            linear_split(half, layer.weight, out, bias=layer.bias, asked=of_layer)
         points, extents = parts.sum(0).split((bins, 2 * self._bins), -1)
         return points, extents.unflatten(-1, (2, self._bins))

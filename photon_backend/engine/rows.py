@@ -33,7 +33,7 @@ class Rows:
     automata     the token automata
 
     By state of the spatial automaton, S of them: legal int32 [S, ceil(V / 32)], bits as in a grammar's mask; next_state
-    int64 [S]; the others bool [S].
+    int64 [S]; asks int32 [2, S], whether the next input may become a coordinate, or a size; the others bool [S].
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class Rows:
         self.chooses = among(CHOOSES_OBJECT)
         self.takes_coordinate = among(DECODES_COORDINATE)
         self.takes_size = among((State.BOX_SIZE,))
+        self.asks = torch.stack([self.takes_coordinate | self.thinking, self.takes_size]).int()
 
     def forbid(self, token: int) -> None:
         """From now on no row samples it; for benchmarks and tests, whose rows must not end. Waits for the device: steps

@@ -81,8 +81,14 @@ def encode_in_torch(region: Region, row: Tensor, kinds: Tensor, values: Tensor, 
     x.copy_(torch.where(kind == SIZE, region.encode_size(value), x))
 
 
-def heads_in_torch(region: Region, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """hidden [B, D], before the final LN -> logits of a coordinate [B, bins], and of width and height [B, 2, bins]."""
+def heads_in_torch(
+    region: Region, hidden: Tensor, asked: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """hidden [B, D], before the final LN -> logits of a coordinate [B, bins], and of width and height [B, 2, bins].
+
+    asked: the rows, `Rows.state` and `Rows.asks`. Logits of a head that none of the rows asks for may be anything; here
+    they are right.
+    """
     return region.decode_coordinate(hidden), region.decode_size(hidden)
 
 
@@ -105,7 +111,7 @@ class Runner:
         self._prefill: Callable[[Tensor, list[PrefillRow], Tensor, Tensor], None] = self._prefill_in_torch
         self._relay: Callable[..., tuple[Tensor, Tensor]] = relay_in_torch
         self._embed_values: Callable[..., None] = partial(encode_in_torch, model.region)
-        self._heads: Callable[[Tensor], tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
+        self._heads: Callable[..., tuple[Tensor, Tensor]] = partial(heads_in_torch, model.region)
         self._encode_crops: Callable[[Tensor], Tensor] = model.vision.encode_crops
         self._sample: Callable[..., None] = partial(sample_step, self.rows)
         self._encoder: PictureEncoder | None = None
@@ -242,7 +248,8 @@ class Runner:
 
         `spatial`: some row may take a coordinate or a size; without it the region heads are not run.
         """
-        heads = self._heads(slot.hidden[:number]) if spatial else None
+        asked = slot.rows[:number], self.rows.state, self.rows.asks
+        heads = self._heads(slot.hidden[:number], asked) if spatial else None
         self._sample(slot, number, heads, masked, automata)
 
     # ---- prefill input

@@ -64,14 +64,16 @@ def _accumulate(
 
 @triton.jit(do_not_specialize=["m_rows"])  # nor compile in a tick whose number of rows came up in no graph
 def _linear(
-    x, w, bias, out, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split, gelu_from, gap, late, splits,
+    x, w, bias, out, of_row, of_state, asks, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split,
+    gelu_from, gap, late, splits, group, states,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
-    EVEN: tl.constexpr, ALL_LATE: tl.constexpr, EARLY: tl.constexpr,
+    EVEN: tl.constexpr, ALL_LATE: tl.constexpr, ASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out[split, m, n] = sum over the split's k of x[m, k] w[n, k] (+ bias[n] in the first).
 
     A split has its share of k < late, which the kernel just before writes, and its share of the others. From
-    n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or a share of K.
+    n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or a share of K. ASKED:
+    of_row, of_state and asks are an `Asked`, with `group` outputs to a group and `states` states.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -84,11 +86,17 @@ def _linear(
         begin = late + split * share
         end = tl.minimum(begin + share, k_in)
         acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
+    if ASKED:
+        state = tl.load(of_state + tl.load(of_row + m, m < m_rows, 0), m < m_rows, 0, cache_modifier=".cg")
+        line = asks + tl.program_id(0) * BLOCK_N // group * states
+        asked = tl.max(tl.load(line + state, m < m_rows, 0), 0)
     if EARLY:
         gdc_wait()
     share = tl.cdiv(tl.cdiv(late, splits), BLOCK_K) * BLOCK_K
     begin = split * share
     end = tl.minimum(begin + share, late)
+    if ASKED:
+        end = tl.where(asked > 0, end, begin)
     acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
     if BIAS:
         acc += tl.load(bias + n, (n < n_out) & (split == 0), 0.0).to(tl.float32)[:, None]
@@ -100,17 +108,30 @@ def _linear(
     tl.store(place, acc.to(out.dtype.element_ty), (n[:, None] < n_out) & (m[None, :] < m_rows))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int | None = None, gap: int = 0) -> Tensor:
+Asked = tuple[Tensor, Tensor, Tensor]
+"""Which outputs some row asks for: the rows int64 [M], the state of every row int64 [R], and int32 [groups, S] whether
+rows in a state ask for a group of outputs, all of one size. Outputs that no row asks for may be anything: where no tile
+lies in two groups, those of a program are the bias and their weights are not read. Rows and states are read before the
+wait, so they must be there before the kernel just before can start."""
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int | None = None, gap: int = 0,
+    asked: Asked | None = None,
+) -> Tensor:  # fmt: skip
     """out[m, n] = x[m] . weight[n] + bias[n]; from n = gelu_from on tanh-GELU, stored at column n + gap.
 
     x [M, K], weight [N, K], bias [N] of one 16-bit dtype, out [M, N + gap] of any float dtype; the last dimension of
     each must be contiguous.
     """
-    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1)
+    _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1, asked=asked)
     return out
 
 
-def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int | None = None, bias: Tensor | None = None) -> Tensor:
+def linear_split(
+    x: Tensor, weight: Tensor, out: Tensor, late: int | None = None, bias: Tensor | None = None,
+    asked: Asked | None = None,
+) -> Tensor:  # fmt: skip
     """Partial sums over K: the sum of float32 out [splits, M, N] over its first dimension is x weight^T + bias.
 
     Of x only the first `late` columns may be written by the kernel just before (None: all of them). The others are read
@@ -120,22 +141,29 @@ def linear_split(x: Tensor, weight: Tensor, out: Tensor, late: int | None = None
     The sum is left to what comes after, in a fixed order (`norm.add_norm` adds up what it needs anyway): atomics would
     make a token depend on timing.
     """
-    _launch(x, weight, bias, out, None, 0, x.shape[1] if late is None else late, splits=out.shape[0])
+    _launch(x, weight, bias, out, None, 0, x.shape[1] if late is None else late, out.shape[0], asked)
     return out
 
 
 def _launch(
-    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int
-) -> None:
+    x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, gelu_from: int | None, gap: int, late: int, splits: int,
+    asked: Asked | None,
+) -> None:  # fmt: skip
     rows, width = x.shape
     outputs = w.shape[0]
     block_n, block_k, warps, stages = shape_for(rows, wide=late < width)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    if asked is not None and len(asked[2]) > 1 and outputs // len(asked[2]) % block_n != 0:
+        asked = None  # a tile in two groups
+    of_row, of_state, asks = asked or (x, x, x[:1])
     _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,
         w,
         w if bias is None else bias,
         out,
+        of_row,
+        of_state,
+        asks,
         rows,
         outputs,
         width,
@@ -147,6 +175,8 @@ def _launch(
         gap,
         late,
         splits,
+        outputs // len(asks),
+        asks.shape[1],
         BLOCK_M=block_m,
         BLOCK_N=block_n,
         BLOCK_K=block_k,
@@ -154,6 +184,7 @@ def _launch(
         GELU=gelu_from is not None,
         EVEN=outputs % block_n == 0 and all(share % (splits * block_k) == 0 for share in (late, width - late)),
         ALL_LATE=late == width,
+        ASKED=asked is not None,
         num_warps=warps,
         num_stages=stages,
         **early_launch(x.device),

@@ -54,7 +54,9 @@ def test_region_heads_run_for_rows_that_may_find_something_only(make_bench, chec
         bench, calls = make_bench(**SETTINGS), []
         runner = bench.engine.stepper.runner
         heads = runner._heads
-        runner._heads = lambda hidden, heads=heads, calls=calls: calls.append(len(hidden)) or heads(hidden)
+        runner._heads = lambda hidden, *asked, heads=heads, told=calls: (
+            told.append(len(hidden)) or heads(hidden, *asked)
+        )
         bench.submit(*request("r", checkpoint, 0, task=task, reasoning=False, max_tokens=4, max_objects=1))
         assert bench.drain()["r"].ids
         assert bool(calls) == runs

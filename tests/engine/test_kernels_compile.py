@@ -75,12 +75,15 @@ def test_add_norm(splits: int) -> None:
     assert compiled(norm._add_norm, {"SPLITS": splits, "BLOCK": 2048, "EARLY": True}, 8, types)
 
 
-@pytest.mark.parametrize(("gelu", "rows", "wide"), [(False, 16, True), (True, 16, False), (False, 64, False)])
-def test_linear(gelu: bool, rows: int, wide: bool) -> None:
+@pytest.mark.parametrize(
+    ("gelu", "rows", "wide", "asked"),
+    [(False, 16, True, False), (True, 16, False, False), (False, 64, False, False), (True, 16, False, True)],
+)
+def test_linear(gelu: bool, rows: int, wide: bool, asked: bool) -> None:
     block_n, block_k, warps, _ = linear.shape_for(rows, wide)
     constants = {"BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "BIAS": True, "GELU": gelu, "EVEN": True}
-    constants |= {"ALL_LATE": not wide, "EARLY": True}
-    assert compiled(linear._linear, constants, warps, typed(bf16="x w bias out"))
+    constants |= {"ALL_LATE": not wide, "ASKED": asked, "EARLY": True}
+    assert compiled(linear._linear, constants, warps, typed(bf16="x w bias out", i64="of_row of_state", i32="asks"))
 
 
 def test_the_number_of_rows_compiles_nothing_anew() -> None:

@@ -70,9 +70,9 @@ def test_early_launch_changes_no_bit(rows: int, monkeypatch: pytest.MonkeyPatch)
 def _forward(
     model: Moondream, rows: int, monkeypatch: pytest.MonkeyPatch, early: bool, pages: int = 40
 ) -> torch.Tensor:
-    """What the heads say, of language and of regions, after five steps in one graph. Every third row is fed the token
-    that it chose, the others a coordinate or a size. What the run before the capture left in memory is wrong for the
-    graph: positions lie in other pages, and those that the steps will write hold noise."""
+    """What the heads say after five steps in one graph, those of regions as the sum of all. Every third row is fed the
+    token that it chose, the others a coordinate or a size. What the run before the capture left in memory is wrong for
+    the graph: positions lie in other pages, and those that the steps will write hold noise."""
     config = model.config.text
     monkeypatch.setattr("photon_backend.kernels.early.ENABLED", early)
     cache = KVCache(config, rows * pages, 16, torch.device("cuda"), torch.bfloat16)
@@ -82,6 +82,7 @@ def _forward(
     value, x = torch.empty(rows, 2, device="cuda"), torch.empty(rows, config.dim, device="cuda", dtype=torch.bfloat16)
     logits = torch.empty(rows, config.vocab_size, device="cuda")
     bins = torch.empty(rows, 3, model.config.region.size_bins, device="cuda")  # as many of a coordinate
+    states, asks = torch.empty_like(row), torch.eye(2, 3, device="cuda", dtype=torch.int32)  # one head, the other, none
 
     def begin() -> None:
         torch.manual_seed(0)
@@ -89,6 +90,8 @@ def _forward(
             noise.normal_()
         position.fill_(500)
         token.fill_(7)
+        bins.zero_()
+        states.zero_()
         torch.cuda.synchronize()  # the other stream does not wait for what was made on this one
 
     def steps() -> None:
@@ -96,9 +99,10 @@ def _forward(
             positions, lines = relay(row, token, position, table, model.text.wte, rows, x)
             region.encode(row, row % 3, value, x)
             fused.forward(x, positions, lines, logits)
-            points, extents = region.heads(x)
-            bins[:, 0].copy_(points)
-            bins[:, 1:].copy_(extents)
+            points, extents = region.heads(x, (row, states, asks))
+            states.add_(1).remainder_(3)
+            bins[:, 0].add_(points)
+            bins[:, 1:].add_(extents)
             token.copy_(logits.argmax(-1))
 
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -85,6 +85,28 @@ def test_heads(batch, config):
     assert len(places) == 1, "a weight exists twice"
 
 
+@pytest.mark.parametrize("asks", [(False, False), (True, False), (False, True), (True, True)])
+@pytest.mark.parametrize("batch", [1, 70])
+def test_a_head_that_no_row_asks_for_is_not_read(batch, asks):
+    """The step's last row but one asks, or its only one; rows that are not in the step ask for all, others for nothing.
+    A program has 64 rows: the first 64 of 70 read no head."""
+    config = RegionConfig(128, coord_feat_dim=32, coord_out_dim=64, size_feat_dim=32, size_out_dim=128, inner_dim=128)
+    region, hidden = region_of(config), normal(batch, config.dim)
+    states = torch.tensor([3, 3, *[1] * batch, 3], device=DEVICE)
+    states[2 + max(0, batch - 2)] = 2
+    of_state = torch.tensor([[0, 0, asks[0], 1], [0, 0, asks[1], 1]], dtype=torch.int32, device=DEVICE)
+    fused = FusedRegion(region)
+    asked = torch.arange(batch, device=DEVICE) + 2, states, of_state
+    first = (batch - 1) // 64 * 64  # row of the last program
+    for told, all_told, layer, asks_for_it in zip(
+        fused.heads(hidden, asked), fused.heads(hidden), (region.coord_decoder, region.size_decoder), asks, strict=True
+    ):
+        unread = layer.fc2.bias.float().reshape(told.shape[1:]).expand_as(told)
+        assert torch.equal(told[first:], all_told[first:]) == asks_for_it
+        first_read = first if asks_for_it else batch
+        assert torch.allclose(told[:first_read], unread[:first_read], atol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.inference_mode()
 def test_a_step_whose_rows_feed_values(checkpoint, dtype):
