@@ -8,9 +8,10 @@ these heads.
 
 Price: where some row may take a value the heads run for all rows of a step, 117 MB of weights at Moondream 2's shape,
 28 us at 4.2 TB/s. A head that no row's state asks for is not read: one row asks for one at a time.
-The second layers have few outputs, 1,024 and 2,048 of 8,192 inputs, so their K is split: one program for all of K leaves
-the memory idle. Measured on an H200 at 1, 4, 16 and 64 rows: 37, 38, 39 and 46 us for both heads, in torch 49, 51, 53
-and 56; with K in one piece 61, 61, 61 and 83.
+
+The second layers have few outputs, 1,024 and 2,048 of 8,192 inputs, so their K is split: one program for all of K
+leaves the memory idle. Measured on an H200 at 1, 4, 16 and 64 rows: 37, 38, 39 and 46 us for both heads, in torch 49,
+51, 53 and 56; with K in one piece 61, 61, 61 and 83.
 
 The slow path is `encode_in_torch` and `heads_in_torch` in runner.py; tests compare the two.
 """

@@ -235,4 +235,4 @@ def shape_for(batch: int, heads: int) -> tuple[int, int, int, str]:
     """
     pairs = batch * heads
     splits = min(16, triton.next_power_of_2(triton.cdiv(4096 if pairs <= 256 else 2048, pairs)))
-    return splits, 32, 1, "registers" if pairs <= 64 else "" if pairs <= 256 else "shared"
+    return splits, 32, 1, "registers" if pairs <= 64 else "" if pairs <= 128 else "shared"
