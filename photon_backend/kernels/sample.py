@@ -12,8 +12,8 @@ the threshold took up to 31. The likeliest id needs none.
 
 The first kernel, `_survey`, cuts each row into chunks, so that the whole chip makes the noise: it masks, and leaves the
 legal logits, the noisy ones and what is highest in each chunk. In the second one a program for each row goes on from
-there. One program for all of it took 44 us at one row of Moondream 2's vocabulary on an H200 and 70 at 64, flat logits
-and top-p 0.3, where torch takes 279 and 919; now SURVEY_US.
+there. Moondream 2's vocabulary on an H200, flat logits, top-p 0.3, at 1, 4, 16 and 64 rows: 14, 26, 35 and 48 us, in
+torch 279, 373, 489 and 921; one program for all of it took 44 at one row and 70 at 64.
 """
 
 from __future__ import annotations
