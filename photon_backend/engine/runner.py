@@ -81,13 +81,11 @@ def encode_in_torch(region: Region, row: Tensor, kinds: Tensor, values: Tensor, 
     x.copy_(torch.where(kind == SIZE, region.encode_size(value), x))
 
 
-def heads_in_torch(
-    region: Region, hidden: Tensor, asked: tuple[Tensor, Tensor, Tensor] | None = None
-) -> tuple[Tensor, Tensor]:
+def heads_in_torch(region: Region, hidden: Tensor, asked: object = None) -> tuple[Tensor, Tensor]:
     """hidden [B, D], before the final LN -> logits of a coordinate [B, bins], and of width and height [B, 2, bins].
 
-    asked: the rows, `Rows.state` and `Rows.asks`. Logits of a head that none of the rows asks for may be anything; here
-    they are right.
+    asked: the step's rows, `Rows.state` and `Rows.asks`. Logits of a head that none of the rows asks for mean nothing;
+    here they are right.
     """
     return region.decode_coordinate(hidden), region.decode_size(hidden)
 

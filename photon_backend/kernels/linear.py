@@ -87,7 +87,8 @@ def _linear(
         end = tl.minimum(begin + share, k_in)
         acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
     if ASKED:
-        state = tl.load(of_state + tl.load(of_row + m, m < m_rows, 0), m < m_rows, 0, cache_modifier=".cg")
+        row = tl.load(of_row + m, m < m_rows, 0, cache_modifier=".cg")
+        state = tl.load(of_state + row, m < m_rows, 0, cache_modifier=".cg")
         line = asks + tl.program_id(0) * BLOCK_N // group * states
         asked = tl.max(tl.load(line + state, m < m_rows, 0), 0)
     if EARLY:
@@ -109,10 +110,12 @@ def _linear(
 
 
 Asked = tuple[Tensor, Tensor, Tensor]
-"""Which outputs some row asks for: the rows int64 [M], the state of every row int64 [R], and int32 [groups, S] whether
-rows in a state ask for a group of outputs, all of one size. Outputs that no row asks for may be anything: where no tile
-lies in two groups, those of a program are the bias and their weights are not read. Rows and states are read before the
-wait, so they must be there before the kernel just before can start."""
+"""Which outputs some row asks for: the rows int64 [M], the state of every row int64 [R], and int32 [groups, S], whether
+rows in a state ask for a group of outputs; all groups have one size.
+
+Outputs that no row asks for mean nothing. A program, which has up to 64 rows, does not read the weights of a group that
+none of them asks for, as if x were zero, unless groups are no whole number of tiles. Rows and states are read before
+the wait, so they must be there before the kernel just before can start."""
 
 
 def linear(
@@ -154,7 +157,7 @@ def _launch(
     block_n, block_k, warps, stages = shape_for(rows, wide=late < width)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     if asked is not None and len(asked[2]) > 1 and outputs // len(asked[2]) % block_n != 0:
-        asked = None  # a tile in two groups
+        asked = None  # a tile may lie in two groups: all is read
     of_row, of_state, asks = asked or (x, x, x[:1])
     _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,

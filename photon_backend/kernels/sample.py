@@ -144,7 +144,7 @@ def _draw(
     allowed = top_p * total
     scale = 1.4426950408889634 / warm  # weights are powers of two: no division for each id
     wide = (top_p >= 1.0) & (top_k == 0)
-    narrow = (allowed < 1.0) | (top_k == 1)  # the likeliest alone passes: only ids of its weight, 1, stay
+    narrow = (allowed < 1.0) | (top_k == 1)  # only ids of the likeliest one's weight, 1, stay: one pass finds them
     sound = total == total  # not so where a logit is NaN or infinite, or none is legal
     token = tl.where(sound, token, 0)
     weight = tl.exp2((tl.load(values + token) - high) * scale)

@@ -83,7 +83,11 @@ def test_linear(gelu: bool, rows: int, wide: bool, asked: bool) -> None:
     block_n, block_k, warps, _ = linear.shape_for(rows, wide)
     constants = {"BLOCK_M": rows, "BLOCK_N": block_n, "BLOCK_K": block_k, "BIAS": True, "GELU": gelu, "EVEN": True}
     constants |= {"ALL_LATE": not wide, "ASKED": asked, "EARLY": True}
-    assert compiled(linear._linear, constants, warps, typed(bf16="x w bias out", i64="of_row of_state", i32="asks"))
+    types = typed(bf16="x w bias out", i64="of_row of_state", i32="asks")
+    before_the_wait, _ = compiled(linear._linear, constants, warps, types).split("griddepcontrol.wait")
+    assert "st.global" not in before_the_wait
+    if not wide:  # without a part of K that is there already: the rows, their states, and what those ask for
+        assert before_the_wait.count("ld.global") == 3 * asked
 
 
 def test_the_number_of_rows_compiles_nothing_anew() -> None:

@@ -89,9 +89,10 @@ def test_decode_attention(batch, heads, kv_heads, head_dim, shape, monkeypatch):
     cache.k.copy_(normal(*cache.k.shape, seed=5))
     cache.v.copy_(normal(*cache.v.shape, seed=6))
     table = torch.randperm(num_rows * per_row, generator=generator).reshape(num_rows, per_row).to(DEVICE)
-    lengths = [0, 1, 15, 16, 63, 64, 200, 511]
-    positions = torch.tensor([lengths[i % len(lengths)] for i in range(num_rows)], device=DEVICE)
+    lengths = [200, 0, 63, 1, 15, 16, 64, 511]  # of the first row, which may be the only one: several blocks
     rows = torch.randperm(num_rows, generator=generator)[:batch].to(DEVICE)
+    positions = torch.full((num_rows,), 7, device=DEVICE)
+    positions[rows] = torch.tensor([lengths[i % len(lengths)] for i in range(batch)], device=DEVICE)
     qkv = normal(batch, (heads + 2 * kv_heads) * head_dim, seed=7)
     q, k, v = qkv.unflatten(-1, (-1, head_dim)).split([heads, kv_heads, kv_heads], 1)
     cos, sin = rope_tables(positions[rows], config)
