@@ -167,7 +167,7 @@ def load_any(options: argparse.Namespace) -> Moondream:
 
 def main() -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--batch", default="1,4,16", help="rows, a comma between them")
+    parser.add_argument("--batch", default="1,4,16,64", help="rows, a comma between them")
     parser.add_argument("--context", type=int, default=160, help="positions before the first new token")
     parser.add_argument("--tokens", type=int, default=96, help="per row")
     parser.add_argument("--repeat", type=int, default=3, help="runs, of which the median counts")

@@ -310,7 +310,9 @@ def place_any(tables: AutomatonTables) -> tuple[int, int, int]:
 
 SWEEPS: dict[ModuleType, list[tuple]] = {
     linear_module: list(itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))),
-    attention_module: list(itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2), ("registers", "shared", ""))),
+    attention_module: list(
+        itertools.product((1, 2, 4, 8, 16, 32), (16, 32, 64), (1, 2), ("registers", "shared", "memory"))
+    ),
     norm_module: [(4,), (8,), (16,), (32,)],
     prefill_module: list(itertools.product((32, 64, 128), (4, 8), (2, 3, 4))),
     sample_module: [(b, w) for b in (1024, 2048, 4096, 8192, 16384) for w in (4, 8, 16, 32) if 4 <= b // w // 32 <= 32],

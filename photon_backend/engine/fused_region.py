@@ -7,7 +7,7 @@ of the merged ones, so no weight exists twice. The values in a prompt are encode
 these heads.
 
 Price: where some row may take a value the heads run for all rows of a step, 117 MB of weights at Moondream 2's shape,
-28 us at 4.2 TB/s. A head that no row's state asks for is not read: one row asks for one at a time.
+28 us at 4.2 TB/s. A head that no row's state asks for is not read; a state asks for one at most, so one row reads one.
 
 The second layers have few outputs, 1,024 and 2,048 of 8,192 inputs, so their K is split: one program for all of K
 leaves the memory idle. Measured on an H200 at 1, 4, 16 and 64 rows: 37, 38, 39 and 46 us for both heads, in torch 49,
@@ -21,7 +21,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from photon_backend.kernels.linear import Asked, linear, linear_split
+from photon_backend.engine.rows import Asked
+from photon_backend.kernels.linear import linear, linear_split
 from photon_backend.kernels.region import encode_values
 from photon_backend.model.region import Region
 
@@ -55,11 +56,11 @@ class FusedRegion:
     def heads(self, hidden: Tensor, asked: Asked | None = None) -> tuple[Tensor, Tensor]:
         """As `runner.heads_in_torch`, in float32."""
         batch, bins = len(hidden), len(self._coordinate.bias)
-        inner = linear(hidden, self._weight, self._bias, hidden.new_empty(batch, 2 * self._inner), 0, asked=asked)
+        inner = hidden.new_empty(batch, 2 * self._inner)
+        linear(hidden, self._weight, self._bias, inner, gelu_from=0, asked=asked)
         parts = hidden.new_empty(SPLITS, batch, bins + 2 * self._bins, dtype=torch.float32)
         layers, outs = (self._coordinate, self._size), parts.split((bins, 2 * self._bins), -1)
-        for i, (half, layer, out) in enumerate(zip(inner.split(self._inner, 1), layers, outs, strict=True)):
-            of_layer = asked and (*asked[:2], asked[2][i : i + 1])
-            linear_split(half, layer.weight, out, bias=layer.bias, asked=of_layer)
+        for head, (half, layer, out) in enumerate(zip(inner.split(self._inner, 1), layers, outs, strict=True)):
+            linear_split(half, layer.weight, out, bias=layer.bias, asked=asked and asked.of(head))
         points, extents = parts.sum(0).split((bins, 2 * self._bins), -1)
         return points, extents.unflatten(-1, (2, self._bins))

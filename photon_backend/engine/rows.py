@@ -6,6 +6,8 @@ device (P6). Written by prefill, which starts a row, and by sampling, in torch o
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -15,6 +17,18 @@ from photon_backend.grammar.constraint import ALL_LEGAL
 from photon_backend.grammar.spatial import CHOOSES_OBJECT, DECODES_COORDINATE, NEXT, THINKING, State, suppressed_ids
 from photon_backend.model.config import ModelConfig
 from photon_backend.model.region import Region
+
+
+class Asked(NamedTuple):
+    """Which region heads the rows of a step ask for: what another head says of them means nothing."""
+
+    rows: Tensor  # int64 [B], of the step
+    states: Tensor  # int64 [R], of every row
+    asks: Tensor  # int32 [heads, S], whether a row in a state asks for a head
+
+    def of(self, head: int) -> Asked:
+        return Asked(self.rows, self.states, self.asks[head : head + 1])
+
 
 TOKEN, COORDINATE, SIZE = 0, 1, 2  # kinds of the next input: an embedding of the id, or of the value beside it
 
@@ -80,6 +94,10 @@ class Rows:
         self.takes_coordinate = among(DECODES_COORDINATE)
         self.takes_size = among((State.BOX_SIZE,))
         self.asks = torch.stack([self.takes_coordinate | self.thinking, self.takes_size]).int()
+
+    def asked(self, rows: Tensor) -> Asked:
+        """rows int64 [B]: of a step."""
+        return Asked(rows, self.state, self.asks)
 
     def forbid(self, token: int) -> None:
         """From now on no row samples it; for benchmarks and tests, whose rows must not end. Waits for the device: steps

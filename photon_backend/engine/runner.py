@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from photon_backend.engine.kv_cache import KVCache, PagedDecode, PagedPrefill, Segment, prefill_mask
-from photon_backend.engine.rows import COORDINATE, SIZE, Rows
+from photon_backend.engine.rows import COORDINATE, SIZE, Asked, Rows
 from photon_backend.engine.sampler import sample_step
 from photon_backend.engine.slots import POISONED, DecodeSlot
 from photon_backend.engine.vision_graphs import PictureEncoder
@@ -81,11 +81,10 @@ def encode_in_torch(region: Region, row: Tensor, kinds: Tensor, values: Tensor, 
     x.copy_(torch.where(kind == SIZE, region.encode_size(value), x))
 
 
-def heads_in_torch(region: Region, hidden: Tensor, asked: object = None) -> tuple[Tensor, Tensor]:
+def heads_in_torch(region: Region, hidden: Tensor, asked: Asked | None = None) -> tuple[Tensor, Tensor]:
     """hidden [B, D], before the final LN -> logits of a coordinate [B, bins], and of width and height [B, 2, bins].
 
-    asked: the step's rows, `Rows.state` and `Rows.asks`. Logits of a head that none of the rows asks for mean nothing;
-    here they are right.
+    A head that no row asks for may say anything; here all are right.
     """
     return region.decode_coordinate(hidden), region.decode_size(hidden)
 
@@ -246,8 +245,7 @@ class Runner:
 
         `spatial`: some row may take a coordinate or a size; without it the region heads are not run.
         """
-        asked = slot.rows[:number], self.rows.state, self.rows.asks
-        heads = self._heads(slot.hidden[:number], asked) if spatial else None
+        heads = self._heads(slot.hidden[:number], self.rows.asked(slot.rows[:number])) if spatial else None
         self._sample(slot, number, heads, masked, automata)
 
     # ---- prefill input

@@ -9,7 +9,7 @@ From the second layer of a step on a program reads its first keys and values bef
 
 A layer of Moondream 2's shape with 800 positions on an H200, at 1, 4, 16 and 64 rows: 5.0, 9.5, 29 and 104 us, 4.0 TB/s
 at 64. In torch, which gathers the pages first (`engine.kv_cache.PagedDecode`), 45, 64, 133 and 384. Beginning early and
-keeping a second block under way made the whole forward 2, 6, 5 and 7 % faster.
+keeping a second block under way made the whole forward 1, 6, 5 and 7 % faster.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _attend(
     h = tl.program_id(1)
     split = tl.program_id(2)
     kv_head = h // (heads // kv_heads)
-    position = tl.load(positions + b, cache_modifier=".cg")
+    position = tl.load(positions + b, cache_modifier=".cg")  # past L1, as in `_read`
     pages = table + b * table_stride
     e = tl.arange(0, E)
     stretch = tl.cdiv(tl.cdiv(position + 1, SPLITS), BLOCK) * BLOCK
@@ -111,7 +111,7 @@ def _attend(
             top, total, acc = _take(k, v, q, s < end, top, total, acc)
             k, v = _read(keys, values, pages, s + BLOCK, end, kv_head, kv_heads, PAGE, E)
     else:
-        if begin < end:
+        if begin < end:  # of an empty stretch top is minus infinity, and that less itself no number
             top, total, acc = _take(k, v, q, s < end, top, total, acc)
         STAGES: tl.constexpr = 2 if NEXT == "shared" else 1
         for s0 in tl.range(begin + BLOCK, end, BLOCK, num_stages=STAGES):
@@ -224,19 +224,22 @@ class DecodeAttention:
             )
 
 
-SHAPE: tuple[int, int, int, str] | None = None  # splits, BLOCK, warps, NEXT for all launches; benchmarks set it
+# splits, BLOCK, warps, NEXT for all launches; benchmarks and tests set it
+SHAPE: tuple[int, int, int, str] | None = None
 
 
 def shape_for(batch: int, heads: int) -> tuple[int, int, int, str]:
     """Stretches per row, a power of two; block; warps; where a loop's next block lies while it takes one: in
-    "registers", "shared" memory or nowhere ("").
+    "registers", in "shared" memory, or still in "memory".
 
     Small batches have many programs, which read little more than their first block, and that is under way before the
     wait. A second block in registers lets half as many programs run at a time. Up to 64 (row, head) pairs there are no
     more of them: a forward of rows with 1,900 positions becomes 6 to 8 % faster, and with 800 it stays as it is. At 128
     pairs and 800 positions a second block would make it slower, by 7 % in registers and 10 % in shared memory. Larger
-    batches live on their loops: shared memory makes their forward 5 to 7 % faster.
+    batches live on their loops: shared memory makes their forward 2 to 6 % faster.
     """
     pairs = batch * heads
     splits = min(16, triton.next_power_of_2(triton.cdiv(4096 if pairs <= 256 else 2048, pairs)))
-    return splits, 32, 1, "registers" if pairs <= 64 else "" if pairs <= 128 else "shared"
+    if pairs <= 64:
+        return splits, 32, 1, "registers"
+    return splits, 32, 1, "memory" if pairs <= 128 else "shared"

@@ -14,6 +14,8 @@ Moondream 2 on an H200, at 1, 4, 16 and 64 rows: [qkv ; fc1] 16.9, 17.1, 18.4, 1
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -21,6 +23,9 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from photon_backend.kernels.early import early_launch
+
+if TYPE_CHECKING:
+    from photon_backend.engine.rows import Asked
 
 SHAPE: tuple[int, int, int, int] | None = None  # BLOCK_N, BLOCK_K, warps, stages for all launches; benchmarks set it
 
@@ -64,8 +69,8 @@ def _accumulate(
 
 @triton.jit(do_not_specialize=["m_rows"])  # nor compile in a tick whose number of rows came up in no graph
 def _linear(
-    x, w, bias, out, of_row, of_state, asks, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split,
-    gelu_from, gap, late, splits, group, states,
+    x, w, bias, out, step_rows, row_states, asks, m_rows, n_out, k_in, x_stride, w_stride, out_stride, out_split,
+    gelu_from, gap, late, splits, group, num_states,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BIAS: tl.constexpr, GELU: tl.constexpr,
     EVEN: tl.constexpr, ALL_LATE: tl.constexpr, ASKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -73,7 +78,7 @@ def _linear(
 
     A split has its share of k < late, which the kernel just before writes, and its share of the others. From
     n = gelu_from on: tanh-GELU, and `gap` columns further right. EVEN: no tile hangs over N or a share of K. ASKED:
-    of_row, of_state and asks are an `Asked`, with `group` outputs to a group and `states` states.
+    step_rows, row_states and asks are an `engine.rows.Asked`, with `group` outputs for each of its lines.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -87,9 +92,9 @@ def _linear(
         end = tl.minimum(begin + share, k_in)
         acc = _accumulate(acc, x, w, n, m, m_rows, n_out, begin, end, x_stride, w_stride, BLOCK_K, EVEN)
     if ASKED:
-        row = tl.load(of_row + m, m < m_rows, 0, cache_modifier=".cg")
-        state = tl.load(of_state + row, m < m_rows, 0, cache_modifier=".cg")
-        line = asks + tl.program_id(0) * BLOCK_N // group * states
+        row = tl.load(step_rows + m, m < m_rows, 0, cache_modifier=".cg")  # past L1, as in `_accumulate`
+        state = tl.load(row_states + row, m < m_rows, 0, cache_modifier=".cg")
+        line = asks + (tl.program_id(0) * BLOCK_N // group) * num_states
         asked = tl.max(tl.load(line + state, m < m_rows, 0), 0)
     if EARLY:
         gdc_wait()
@@ -109,15 +114,6 @@ def _linear(
     tl.store(place, acc.to(out.dtype.element_ty), (n[:, None] < n_out) & (m[None, :] < m_rows))
 
 
-Asked = tuple[Tensor, Tensor, Tensor]
-"""Which outputs some row asks for: the rows int64 [M], the state of every row int64 [R], and int32 [groups, S], whether
-rows in a state ask for a group of outputs; all groups have one size.
-
-Outputs that no row asks for mean nothing. A program, which has up to 64 rows, does not read the weights of a group that
-none of them asks for, as if x were zero, unless groups are no whole number of tiles. Rows and states are read before
-the wait, so they must be there before the kernel just before can start."""
-
-
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor, out: Tensor, gelu_from: int | None = None, gap: int = 0,
     asked: Asked | None = None,
@@ -126,6 +122,10 @@ def linear(
 
     x [M, K], weight [N, K], bias [N] of one 16-bit dtype, out [M, N + gap] of any float dtype; the last dimension of
     each must be contiguous.
+
+    `asked`: the outputs are those of several heads, as many of each. A program, which has up to 64 rows, reads no
+    weights of a head that none of them asks for, and leaves what x = 0 would give; where tiles do not fit the heads it
+    reads all. Rows and states are read before the wait, so they must be there before the kernel just before can start.
     """
     _launch(x, weight, bias, out[None], gelu_from, gap, late=x.shape[1], splits=1, asked=asked)
     return out
@@ -156,16 +156,18 @@ def _launch(
     outputs = w.shape[0]
     block_n, block_k, warps, stages = shape_for(rows, wide=late < width)
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
-    if asked is not None and len(asked[2]) > 1 and outputs // len(asked[2]) % block_n != 0:
-        asked = None  # a tile may lie in two groups: all is read
-    of_row, of_state, asks = asked or (x, x, x[:1])
+    assert asked is None or late == width, "what is read before the wait is read for all"
+    if asked is not None and outputs // len(asked.asks) % block_n != 0:
+        asked = None  # a tile may be of two heads: both are read
+    # never read where nothing is asked; a single line, lest the numbers made of it grow with the rows
+    step_rows, row_states, asks = asked or (x, x, x[:1])
     _linear[(triton.cdiv(outputs, block_n), splits, triton.cdiv(rows, block_m))](
         x,
         w,
         w if bias is None else bias,
         out,
-        of_row,
-        of_state,
+        step_rows,
+        row_states,
         asks,
         rows,
         outputs,

@@ -1,7 +1,7 @@
 """The start of a decode step in one kernel: each row's next token becomes its embedding, its position goes one on, and
 position and pages are laid out in batch order, so that attention need not look up the row first.
 
-`engine.runner.relay_in_torch` does the same in some eight launches: 1.7 us here, 13.8 there, at 1 and at 64 rows of
+`engine.runner.relay_in_torch` does the same in some eight launches: 1.7 us here, 14 there, at 1 and at 64 rows of
 Moondream 2's shape on an H200.
 """
 

@@ -33,7 +33,7 @@ from tests.model.tiny_checkpoint import CONFIG
 KERNELS = [
     (attention, "_attend"), (attention, "_join"), (linear, "_linear"), (norm, "_add_norm"), (prefill, "_attend"),
     (prefill, "_spread"), (region, "_encode_values"), (relay, "_relay"), (sample, "_sample"),
-    (sample, "_survey"),
+    (sample, "survey"),
 ]  # fmt: skip
 ROWS, PAGE = 20, 16
 # wide enough for the shapes of a launch to differ by the number of rows; a vocabulary that is no multiple of 16

@@ -77,7 +77,7 @@ def test_add_norm(splits, width):
     assert distance(x, expected_x) < 1e-3 and distance(normed, expected) < 5e-3
 
 
-@pytest.mark.parametrize("shape", [None, *itertools.product((1, 4), (16, 32), (1,), ("registers", "shared", ""))])
+@pytest.mark.parametrize("shape", [None, *itertools.product((1, 4), (16, 32), (1,), ("registers", "shared", "memory"))])
 @pytest.mark.parametrize(("batch", "heads", "kv_heads", "head_dim"), ATTENTIONS)
 def test_decode_attention(batch, heads, kv_heads, head_dim, shape, monkeypatch):
     """Rows of all lengths, shuffled pages, rows not in batch order; what is written to the pages counts as well."""

@@ -11,6 +11,7 @@ import torch
 from photon_backend.engine.fused import FusedText
 from photon_backend.engine.fused_region import FusedRegion
 from photon_backend.engine.kv_cache import KVCache
+from photon_backend.engine.rows import Asked
 from photon_backend.kernels.relay import relay
 from photon_backend.model.config import ModelConfig, TextConfig
 from photon_backend.model.crops import make_crops
@@ -71,8 +72,8 @@ def _forward(
     model: Moondream, rows: int, monkeypatch: pytest.MonkeyPatch, early: bool, pages: int = 40
 ) -> torch.Tensor:
     """What the heads say after five steps in one graph, those of regions as the sum of all. Every third row is fed the
-    token that it chose, the others a coordinate or a size. What the run before the capture left in memory is wrong for
-    the graph: positions lie in other pages, and those that the steps will write hold noise."""
+    token that it chose, the others a coordinate or a size. Between capture and replay the page table is reversed and
+    keys and values are filled anew: a read too early gets wrong ones."""
     config = model.config.text
     monkeypatch.setattr("photon_backend.kernels.early.ENABLED", early)
     cache = KVCache(config, rows * pages, 16, torch.device("cuda"), torch.bfloat16)
@@ -99,7 +100,7 @@ def _forward(
             positions, lines = relay(row, token, position, table, model.text.wte, rows, x)
             region.encode(row, row % 3, value, x)
             fused.forward(x, positions, lines, logits)
-            points, extents = region.heads(x, (row, states, asks))
+            points, extents = region.heads(x, Asked(row, states, asks))
             states.add_(1).remainder_(3)
             bins[:, 0].add_(points)
             bins[:, 1:].add_(extents)

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from photon_backend.engine.fused_region import FusedRegion
 from photon_backend.engine.kv_cache import KVCache
-from photon_backend.engine.rows import COORDINATE, SIZE, TOKEN
+from photon_backend.engine.rows import COORDINATE, SIZE, TOKEN, Asked
 from photon_backend.engine.runner import Runner, encode_in_torch, heads_in_torch
 from photon_backend.engine.slots import DecodeSlot
 from photon_backend.model.config import RegionConfig
@@ -85,26 +85,37 @@ def test_heads(batch, config):
     assert len(places) == 1, "a weight exists twice"
 
 
-@pytest.mark.parametrize("asks", [(False, False), (True, False), (False, True), (True, True)])
-@pytest.mark.parametrize("batch", [1, 70])
-def test_a_head_that_no_row_asks_for_is_not_read(batch, asks):
-    """The step's last row but one asks, or its only one; rows that are not in the step ask for all, others for nothing.
-    A program has 64 rows: the first 64 of 70 read no head."""
-    config = RegionConfig(128, coord_feat_dim=32, coord_out_dim=64, size_feat_dim=32, size_out_dim=128, inner_dim=128)
-    region, hidden = region_of(config), normal(batch, config.dim)
-    states = torch.tensor([3, 3, *[1] * batch, 3], device=DEVICE)
-    states[2 + max(0, batch - 2)] = 2
-    of_state = torch.tensor([[0, 0, asks[0], 1], [0, 0, asks[1], 1]], dtype=torch.int32, device=DEVICE)
-    fused = FusedRegion(region)
-    asked = torch.arange(batch, device=DEVICE) + 2, states, of_state
-    first = (batch - 1) // 64 * 64  # row of the last program
-    for told, all_told, layer, asks_for_it in zip(
-        fused.heads(hidden, asked), fused.heads(hidden), (region.coord_decoder, region.size_decoder), asks, strict=True
-    ):
-        unread = layer.fc2.bias.float().reshape(told.shape[1:]).expand_as(told)
-        assert torch.equal(told[first:], all_told[first:]) == asks_for_it
-        first_read = first if asks_for_it else batch
-        assert torch.allclose(told[:first_read], unread[:first_read], atol=1e-6)
+NARROW = RegionConfig(128, coord_feat_dim=32, coord_out_dim=64, size_feat_dim=32, size_out_dim=128, inner_dim=128)
+NOTHING, POINTS, SIZES, BOTH = range(4)  # what rows ask for in a state
+ASKS = [[0, 1, 0, 1], [0, 0, 1, 1]]
+
+
+def heads_of(batch: int, states: list[int]) -> tuple[list[torch.Tensor], ...]:
+    """What both heads say of rows in these states, of rows that all ask for both, and where no weight is read.
+
+    Rows that are not in the step, before and behind it, ask for both.
+    """
+    region, hidden = region_of(NARROW), normal(batch, NARROW.dim)
+    fused, rows = FusedRegion(region), torch.arange(batch, device=DEVICE) + 2
+    of_row = torch.tensor([BOTH, BOTH, *states, BOTH], device=DEVICE)
+    told = fused.heads(hidden, Asked(rows, of_row, torch.tensor(ASKS, dtype=torch.int32, device=DEVICE)))
+    biases = [layer.fc2.bias.float() for layer in (region.coord_decoder, region.size_decoder)]
+    unread = [bias.reshape(t.shape[1:]).expand_as(t) for bias, t in zip(biases, told, strict=True)]
+    return list(told), list(fused.heads(hidden)), unread
+
+
+@pytest.mark.parametrize("state", [NOTHING, POINTS, SIZES, BOTH])
+def test_a_head_that_the_only_row_does_not_ask_for_is_not_read(state):
+    for told, full, unread, asks in zip(*heads_of(1, [state]), ASKS, strict=True):
+        assert torch.equal(told, full) == bool(asks[state])
+        assert torch.allclose(told, unread, atol=1e-6) != bool(asks[state])
+
+
+def test_one_row_that_asks_is_enough_for_those_of_its_program():
+    """A program has 64 rows: of 70, the one before the last asks for what is read for the last six."""
+    for told, full, unread in zip(*heads_of(70, [*[NOTHING] * 68, BOTH, NOTHING]), strict=True):
+        assert torch.equal(told[64:], full[64:])
+        assert torch.allclose(told[:64], unread[:64], atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
