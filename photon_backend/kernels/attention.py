@@ -49,6 +49,15 @@ def _read(keys, values, pages, s, end, kv_head, kv_heads, PAGE: tl.constexpr, E:
 
 
 @triton.jit
+def _write(keys, values, pages, position, kv_head, kv_heads, k, v, PAGE: tl.constexpr, E: tl.constexpr):
+    """Key and value [E] of a position, to its page."""
+    page = tl.load(pages + position // PAGE)
+    place = ((page * PAGE + position % PAGE) * kv_heads + kv_head) * E + tl.arange(0, E)
+    tl.store(keys + place, k)
+    tl.store(values + place, v.to(values.dtype.element_ty))
+
+
+@triton.jit
 def _take(k, v, q, inside, top, total, acc):
     """The running maximum, sum of weights and weighted sum, with a block more in them."""
     score = tl.where(inside, tl.sum(k.to(tl.float32) * q[None, :], 1), float("-inf"))
@@ -98,10 +107,7 @@ def _attend(
         new_k = rotate_head(line + (heads + kv_head) * E, e, cos, sin, HALF).to(dtype)
         new_v = tl.load(line + (heads + kv_heads + kv_head) * E + e)
         if h % (heads // kv_heads) == 0:
-            page = tl.load(pages + position // PAGE)
-            place = ((page * PAGE + position % PAGE) * kv_heads + kv_head) * E + e
-            tl.store(keys + place, new_k)
-            tl.store(values + place, new_v.to(dtype))
+            _write(keys, values, pages, position, kv_head, kv_heads, new_k, new_v, PAGE, E)
         top = tl.zeros((1,), tl.float32) + tl.sum(q * new_k.to(tl.float32), 0)
         total = tl.full((1,), 1.0, tl.float32)
         acc = new_v.to(tl.float32)
@@ -156,10 +162,9 @@ class DecodeAttention:
     ) -> None:
         self.heads, self.kv_heads, self.head_dim, self.page_size = heads, kv_heads, head_dim, page_size
         self.splits, self.block, self.warps, self.next = SHAPE or shape_for(batch, heads)
-        parts = (batch, heads, self.splits)
-        self.part_out = torch.empty(*parts, head_dim, dtype=torch.float32, device=device)
-        self.part_max = torch.empty(parts, dtype=torch.float32, device=device)
-        self.part_sum = torch.empty(parts, dtype=torch.float32, device=device)
+        shapes = (batch, heads, self.splits, head_dim), (batch, heads, self.splits), (batch, heads, self.splits)
+        # float32: weighted sum, maximum and sum of weights of each stretch
+        self._parts = [torch.empty(shape, dtype=torch.float32, device=device) for shape in shapes]
 
     def __call__(
         self,
@@ -191,9 +196,7 @@ class DecodeAttention:
             table,
             table.stride(0),
             *rope,
-            self.part_out,
-            self.part_max,
-            self.part_sum,
+            *self._parts,
             out,
             out.stride(0),
             self.heads,
@@ -211,9 +214,7 @@ class DecodeAttention:
         )
         if self.splits > 1:
             _join[(batch, self.heads)](
-                self.part_out,
-                self.part_max,
-                self.part_sum,
+                *self._parts,
                 out,
                 out.stride(0),
                 self.heads,

@@ -8,6 +8,7 @@ coordinate or a size, the state of the row's automata, and what it feeds next.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -152,26 +153,21 @@ class SampleKernel:
         width, words = slot.logits.shape[1], slot.mask.shape[1]
         points, extents = region or (slot.logits, slot.logits)
         bins = points.shape[-1], extents.shape[-1]
-        device, chunks = slot.logits.device, triton.cdiv(width, CHUNK)
-        scratch = torch.empty(number, 2, width, dtype=torch.float32, device=device)
-        of_chunks = torch.empty(number, 3, chunks, dtype=torch.float32, device=device)
-        ids_of_chunks = torch.empty(number, 3, chunks, dtype=torch.int32, device=device)
+        chunks, empty = triton.cdiv(width, CHUNK), partial(torch.empty, device=slot.logits.device)
+        scratch = empty(number, 2, width, dtype=torch.float32)
+        found = scratch, empty(number, 3, chunks, dtype=torch.float32), empty(number, 3, chunks, dtype=torch.int32)
+        tables = rows.automata.tables.buffer, rows.automata.row_values, rows.automata.state
+        states = rows.state, self._traits, rows.position
         survey[(number, chunks)](
             slot.rows,
             slot.logits,
             rows.legal,
             slot.mask,
-            rows.automata.tables.buffer,
-            rows.automata.row_values,
-            rows.automata.state,
-            rows.state,
-            self._traits,
-            rows.position,
+            *tables,
+            *states,
             rows.temperature,
             rows.seed,
-            scratch,
-            of_chunks,
-            ids_of_chunks,
+            *found,
             width,
             words,
             chunks,
@@ -183,19 +179,13 @@ class SampleKernel:
         block, warps = shape_for(width)
         _sample[(number,)](
             slot.rows,
-            rows.automata.tables.buffer,
-            rows.automata.row_values,
-            rows.automata.state,
-            rows.state,
-            self._traits,
-            rows.position,
+            *tables,
+            *states,
             rows.think_until,
             rows.temperature,
             rows.top_p,
             rows.top_k,
-            scratch,
-            of_chunks,
-            ids_of_chunks,
+            *found,
             points,
             extents,
             points.stride(0),

@@ -31,14 +31,16 @@ def typed(**names: str) -> dict[str, str]:
     return {name: kinds[kind] for kind, line in names.items() for name in line.split()}
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_survey(masked: bool) -> None:
+@pytest.mark.parametrize(("spatial", "masked"), [(False, False), (False, True), (True, False)])
+def test_survey(spatial: bool, masked: bool) -> None:
     types = typed(
         i64="rows row_tables table_states states traits positions seeds", fp32="logits temperatures scratch of_chunks",
         i32="legal host_masks tables ids_of_chunks",
     )  # fmt: skip
-    constants = {"SPATIAL": masked, "MASKED": masked, "W": sample.CHUNK // 32}
-    assert "ld.global.v4" in compiled(sample.survey, constants, 4, types)  # logits come 16 bytes at a time
+    constants = {"SPATIAL": spatial, "MASKED": masked, "W": sample.CHUNK // 32}
+    assert "ld.global.v4" in compiled(
+        sample.survey, constants, sample.CHUNK_WARPS, types
+    )  # logits come 16 bytes at a time
 
 
 @pytest.mark.parametrize("heads", [None, BF16, FP32])

@@ -34,7 +34,7 @@ SEEDS = [5, 2**33 + 1, 2**62 + 2**40, -1]
 def shape(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' own shapes, and others, of which more go into a row and do not divide it."""
     if request.param == "many":
-        monkeypatch.setattr(kernel, "SHAPE", (2048, 8) if ON_GPU else (64, 4))
+        monkeypatch.setattr(kernel, "SHAPE", (1024, 8) if ON_GPU else (64, 4))
         monkeypatch.setattr(kernel, "CHUNK", 512 if ON_GPU else 64)
 
 
